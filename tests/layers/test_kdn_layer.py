@@ -209,20 +209,14 @@ def test_initial_values(covariance):
     layer = make_layer(
         randomize=False, covariance=covariance, num_heads=64, num_v_heads=128, head_dim=4, learn_info_scale=True)
     x, one = make_input(2, 5), torch.ones(128)
-    assert_close(layer.prior_covariance(), one, 1e-6, 'prior covariance')
-    noise = layer.noise(x)
-    assert noise['use_noise_softplus_in_kernel'] and noise['r_min'] == 0.01
-    omega = F.softplus(noise['omega'])
-    assert omega.shape == ((2, 5, 128, 4) if covariance == 'diagonal' else (2, 5, 128))
-    if covariance == 'diagonal':
-        # the same for every token
-        assert_close(omega, torch.full(omega.shape, math.log(2)), 1e-6, 'omega')
+    assert_close(1 / (0.1 + F.softplus(layer.prior_precision)), one, 1e-6, 'prior covariance')
     assert_close(layer.log_info_scale.exp(), 4 * one, 1e-6, 'info scale')
     assert not layer.r_proj.bias.any()
+    # what the softplus of omega is taken of: zero for every token
+    assert layer.omega_proj(x).shape == (2, 5, 128 * 4 if covariance == 'diagonal' else 128)
     last = layer.omega_proj[-1] if covariance == 'diagonal' else layer.omega_proj
     assert not last.bias.any()
-    assert last.weight.any() == (covariance == 'isotropic')
-    assert_close(noise['r'], x @ layer.r_proj.weight.T, 1e-6, 'r')
+    assert layer.omega_proj(x).any() == last.weight.any() == (covariance == 'isotropic')
 
     A, dt = layer.A_log.exp(), F.softplus(layer.dt_bias)
     assert A.min() >= 1 and A.max() <= 16 and abs(A.mean() - 8.5) < 1.5, 'A is not uniform in [1, 16]'
