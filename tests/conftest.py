@@ -5,7 +5,7 @@
 # For a list of all contributors, visit:
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
-"""Shared by all tests: how an error is measured, one thread a process under xdist, and Triton's interpreter if asked for."""
+"""Shared by all tests: how an error is measured, one thread a process, and Triton's interpreter if asked for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-if 'PYTEST_XDIST_WORKER' in os.environ:
-    torch.set_num_threads(1)
+# small tensors, on the cores that xdist shares out
+torch.set_num_threads(1)
 if os.environ.get('TRITON_INTERPRET') == '1':
     sys.path.insert(0, str(Path(__file__).parent / 'ops'))
     import interpreter  # noqa: F401

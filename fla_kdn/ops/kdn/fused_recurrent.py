@@ -159,7 +159,7 @@ def fused_recurrent_kdn_fwd_kernel(
         tl.store(pt + (i_s * HV + i_hv) * C + o_c, b_p, mask=m_c)
 
 
-@input_guard
+@input_guard(no_guard_contiguous=['initial_state', 'initial_cov', 'out'])
 def fused_recurrent_kdn_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -205,13 +205,17 @@ def fused_recurrent_kdn_fwd(
     ht = pt = None
     if inplace_final_state:
         assert initial_state is not None and initial_cov is not None and initial_cov.ndim > 1
+        # a contiguous copy would be updated in their place
         assert initial_state.is_contiguous() and initial_cov.is_contiguous()
         ht, pt = initial_state, initial_cov
-    elif output_final_state:
+    else:
+        initial_state, initial_cov = (None if x is None else x.contiguous() for x in (initial_state, initial_cov))
+    if output_final_state and not inplace_final_state:
         ht = q.new_empty(N, HV, V, K, dtype=torch.float32) if state_v_first else q.new_empty(N, HV, K, V, dtype=torch.float32)
         pt = q.new_empty((N, HV, K) if covariance == 'diagonal' else (N, HV), dtype=torch.float32)
     if out is None:
         out = torch.empty_like(v)
+    assert out.is_contiguous()
     BK, BV = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
     NV = 1 if inplace_final_state else triton.cdiv(V, BV)
     has_mu = isinstance(info_scale, torch.Tensor)

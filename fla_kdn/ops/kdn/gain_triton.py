@@ -264,7 +264,7 @@ def kdn_gain_fwd_kernel_apply(
     gc,
     beta,
     ph,
-    m,
+    u,
     cu_seqlens,
     chunk_indices,
     lower_bound,
@@ -287,7 +287,7 @@ def kdn_gain_fwd_kernel_apply(
     STORE_QK: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """q', k', the log2 decay cumulated in the chunk, and beta'; isotropic: normalised q, k (once a key head), bhat and m."""
+    """q', k', the log2 decay cumulated in the chunk, and beta'; isotropic: normalised q, k (once a key head), bhat and u."""
     i_hv, i_c, start, n = chunk_place(cu_seqlens, chunk_indices, T, NT, HV, BT, IS_VARLEN)
     i_h = i_hv // (HV // H)
 
@@ -307,7 +307,7 @@ def kdn_gain_fwd_kernel_apply(
     if ISOTROPIC:
         s_new = H * K
         p_ph = ph + start * HV + i_hv + o_c
-        p_m = m + start * HV + i_hv + o_c
+        p_u = u + start * HV + i_hv + o_c
         m_new = m_k & (i_hv % (HV // H) == 0)
         o_new = (start * H + i_h) * K + o_k
     else:
@@ -343,9 +343,9 @@ def kdn_gain_fwd_kernel_apply(
             tl.store(p_gc, b_gc, mask=m_k)
             tl.store(p_beta + o_c, b_ph / (b_r + b_ph * b_n))
             tl.store(p_ph, b_ph)
-            tl.store(p_m, b_m)
+            tl.store(p_u, b_u)
             p_ph += HV
-            p_m += HV
+            p_u += HV
         else:
             b_q, _s = key_row(p_q, m_k, L2NORM)
             b_s = tl.sqrt(b_ph)
@@ -387,7 +387,7 @@ def kdn_gain_bwd_kernel_map(
     starts,
     beta,
     ph,
-    m,
+    u,
     dq,
     dk,
     dgc,
@@ -428,7 +428,7 @@ def kdn_gain_bwd_kernel_map(
     p_beta = beta + start * HV + i_hv
     p_dbeta = dbeta + start * HV + i_hv
     if ISOTROPIC:
-        p_ph, p_m = ph + start * HV + i_hv + o_c, m + start * HV + i_hv + o_c
+        p_ph, p_u = ph + start * HV + i_hv + o_c, u + start * HV + i_hv + o_c
     else:
         b_mu = tl.load(mu + i_hv).to(tl.float32)
         b_A = exp(tl.load(A_log + i_hv)) if USE_GATE else 1.
@@ -451,11 +451,11 @@ def kdn_gain_bwd_kernel_map(
         b_ma = b_ma * b_m
         if ISOTROPIC:
             b_ph = tl.load(p_ph)
-            b_m = tl.load(p_m)
+            b_m = 1. / (1. + tl.load(p_u) * b_ph)
             b_f = tl.where(b_ph > FLOOR, tl.maximum(1. - b_omega / b_ph, 0.), 0.)
             b_l = b_beta * b_beta * b_db * b_r / b_ph
             p_ph += HV
-            p_m += HV
+            p_u += HV
         else:
             b_k, _s = key_row(p_k, m_k, L2NORM)
             b_q, _s = key_row(p_q, m_k, L2NORM)
@@ -580,7 +580,7 @@ def kdn_gain_bwd_kernel_apply(
     gc,
     beta,
     ph,
-    m,
+    u,
     dq,
     dk,
     dgc,
@@ -634,7 +634,7 @@ def kdn_gain_bwd_kernel_apply(
     p_omega, p_domega = omega + o_r * C + o_c, domega + o_r * C + o_c
     p_g, p_dgc, p_dg = g + o_v, dgc + o_v, dg + o_v
     if ISOTROPIC:
-        p_ph, p_m, p_dn = ph + o_r + o_c, m + o_r + o_c, dn + o_r + o_c
+        p_ph, p_u, p_dn = ph + o_r + o_c, u + o_r + o_c, dn + o_r + o_c
     else:
         p_q = q + (last * H + i_h) * K + o_k
         p_k = k + (last * H + i_h) * K + o_k
@@ -658,7 +658,7 @@ def kdn_gain_bwd_kernel_apply(
         b_dgs += b_dgc
         if ISOTROPIC:
             b_ph = tl.load(p_ph)
-            b_m = tl.load(p_m)
+            b_u = tl.load(p_u)
             b_l = b_db * b_r / b_ph
         else:
             b_k, b_ks = key_row(p_k, m_k, L2NORM)
@@ -671,21 +671,23 @@ def kdn_gain_bwd_kernel_apply(
             b_qw = (b_q * b_s).to(q.dtype.element_ty).to(tl.float32)
             b_kw = (b_k * b_s).to(k.dtype.element_ty).to(tl.float32)
             b_l = 0.5 * (b_qw * b_dq + b_kw * b_dk - b_dgc) - b_kw * b_kw * b_db
-            b_m = 1. / (1. + b_k * b_k * (b_mu / b_r) * b_ph)
+            b_u = b_k * b_k * (b_mu / b_r)
+        b_m = 1. / (1. + b_u * b_ph)
         b_free = b_ph > FLOOR * 1.001
         b_h = b_l + tl.where(i == 0, b_x, b_m * b_lam)
         b_f = tl.where(b_free, tl.maximum(1. - b_omega / b_ph, 0.), 0.)
-        b_ml = (1. - b_m) * b_lam
+        # (1 - m) Lam, exact where m is close to 1
+        b_ml = b_u * b_m * b_ph * b_lam
         b_dmu -= b_ml / b_mu
         tl.store(p_domega, tl.where(b_free, b_h / b_ph * b_do, 0.).to(domega.dtype.element_ty), mask=m_c)
         if ISOTROPIC:
-            b_e = exp2(b_g * (2 * LOG2E))
+            b_e = exp2((b_g - tl.max(tl.where(m_k, b_g, float('-inf')), 0)) * (2 * LOG2E))
             b_w = b_e / tl.sum(tl.where(m_k, b_e, 0.), 0, keep_dims=True)
             b_dg = b_dgs + 2. * b_w * b_f * b_h
             tl.store(p_dr + o_c, ((b_ml - b_l) / b_r * b_drr).to(dr.dtype.element_ty))
             tl.store(p_dn, -b_db - b_mu / (K * b_r) * b_m * b_ph * b_lam)
             p_ph -= HV
-            p_m -= HV
+            p_u -= HV
             p_dn -= HV
         else:
             b_dg = b_dgs + 2. * b_f * b_h
@@ -796,7 +798,7 @@ class GainOptions(NamedTuple):
 class GainOutputs(NamedTuple):
     """`q`, `k`, `gc`, `beta` for the memory kernels, `starts` for the backward, `pt` and `st` = sqrt(phat) of the last token.
 
-    `ph` and `m` (isotropic, else `None`) are the predicted variance and its shrink at each token, [B, T, HV].
+    `ph` and `u` (isotropic, else `None`) are each token's predicted variance and what it adds to the precision, [B, T, HV].
     """
 
     q: torch.Tensor
@@ -807,7 +809,7 @@ class GainOutputs(NamedTuple):
     pt: torch.Tensor
     st: torch.Tensor
     ph: torch.Tensor | None
-    m: torch.Tensor | None
+    u: torch.Tensor | None
 
 
 def _launch(args: GainArguments, options: GainOptions) -> tuple[int, dict, dict]:
@@ -864,9 +866,9 @@ def kdn_gain_fwd(args: GainArguments, options: GainOptions) -> GainOutputs:
     pt, st = q.new_empty(2, N, HV, C, dtype=torch.float32)
     gc = torch.empty_like(g, dtype=torch.float32)
     beta = q.new_empty(B, T, HV, dtype=torch.float32)
-    ph = m = None
+    ph = u = None
     if options.isotropic:
-        ph, m = torch.empty_like(beta), torch.empty_like(beta)
+        ph, u = torch.empty_like(beta), torch.empty_like(beta)
         q_new, k_new = (torch.empty_like(q), torch.empty_like(k)) if options.l2norm else (None, None)
     else:
         q_new, k_new = q.new_empty(2, B, T, HV, K)
@@ -884,12 +886,12 @@ def kdn_gain_fwd(args: GainArguments, options: GainOptions) -> GainOutputs:
         gc=gc,
         beta=beta,
         ph=ph,
-        m=m,
+        u=u,
         **over_chunks,
     )
     if q_new is None:
         q_new, k_new = q, k
-    return GainOutputs(q_new, k_new, gc, beta, starts, pt, st, ph, m)
+    return GainOutputs(q_new, k_new, gc, beta, starts, pt, st, ph, u)
 
 
 def kdn_gain_bwd(
@@ -912,7 +914,7 @@ def kdn_gain_bwd(
     (B, T, H, K), HV, N = q.shape, g.shape[2], len(args.p0)
     NC, over_chunks, over_sequences = _launch(args, options)
     grid, C = (NC * HV,), over_chunks['C']
-    saved = {'starts': outputs.starts, 'beta': outputs.beta, 'ph': outputs.ph, 'm': outputs.m}
+    saved = {'starts': outputs.starts, 'beta': outputs.beta, 'ph': outputs.ph, 'u': outputs.u}
     inputs = {'q': q, 'k': k, 'g': g, 'omega': omega, 'r': r, 'dq': dq, 'dk': dk, 'dgc': dgc, 'dbeta': dbeta}
     maps = q.new_empty(NC, HV, 5, C, dtype=torch.float32)
     ends = q.new_empty(NC, HV, 2, C, dtype=torch.float32)
