@@ -1,0 +1,149 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""The two tasks: text as bytes, and recall of key-value pairs."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.compare.settings import Recall, Training
+
+# targets that are not scored
+IGNORE = -100
+
+VALIDATION_SHARE = 0.1
+# a paragraph shorter than this (a heading, a line of code) may be in both parts
+SHARED_LENGTH = 64
+
+DOCUMENT_END = '\n\n\n'
+
+
+class Text:
+    """Documents as two streams of bytes, `train` and `validation`."""
+
+    def __init__(self, documents: dict[str, str], name: str):
+        self.name = name
+        train, validation = split(documents)
+        self.train, self.validation = (
+            torch.frombuffer(bytearray(DOCUMENT_END.join(part).encode()), dtype=torch.uint8) for part in (train, validation)
+        )
+        self.fingerprint = hashlib.sha256(b'\0'.join(bytes(x.numpy()) for x in (self.train, self.validation))).hexdigest()[:16]
+
+    def check(self, seq_len: int) -> None:
+        """Raise a `ValueError` if a part is shorter than a window."""
+        for part in ('train', 'validation'):
+            size = len(getattr(self, part))
+            if size <= seq_len:
+                raise ValueError(f'--text: {self.name} leaves {size} bytes for {part}, --seq-len {seq_len} needs more')
+
+    def batches(self, training: Training, seq_len: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets `[windows, seq_len]` of each training step, from random places."""
+        generator = torch.Generator().manual_seed(seed)
+        window = torch.arange(seq_len + 1)
+        for _ in range(training.steps):
+            starts = torch.randint(len(self.train) - seq_len, (max(1, training.tokens // seq_len), 1), generator=generator)
+            tokens = self.train[starts + window].long()
+            yield tokens[:, :-1], tokens[:, 1:]
+
+    def validation_windows(self, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The validation part once, in windows side by side; what is left at its end is not used."""
+        count = (len(self.validation) - 1) // seq_len
+        inputs, targets = (self.validation[i:i + count * seq_len].long().view(count, seq_len) for i in (0, 1))
+        return inputs, targets
+
+
+def read_documents(text: str | None) -> dict[str, str]:
+    """The documents of a file or of a folder, or the documentation texts that ship with Python."""
+    if text is None:
+        try:
+            from pydoc_data.topics import topics
+        except ImportError:
+            raise ValueError(
+                'this Python lacks its documentation texts (module pydoc_data.topics): name others with --text FILE-OR-FOLDER'
+            ) from None
+        return dict(topics)
+
+    root = Path(text)
+    if not root.exists():
+        raise ValueError(f'--text: {text} does not exist')
+    # of a folder, all but hidden and binary files
+    paths = [root] if root.is_file() else [p for p in root.rglob('*') if p.is_file() and '/.' not in f'/{p.relative_to(root)}']
+    contents = {str(p.relative_to(root)): p.read_bytes() for p in paths}
+    documents = {name: x.decode(errors='replace') for name, x in contents.items() if x.strip() and b'\0' not in x}
+    if not documents:
+        raise ValueError(f'--text: {text} holds no text')
+    return documents
+
+
+def split(documents: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Training and validation texts: whole documents, or the tail of the text if none is small enough.
+
+    Paragraphs of the validation texts are taken out of the training texts: documents quote each other.
+    """
+    share = VALIDATION_SHARE * sum(map(len, documents.values()))
+    names = sorted(documents)
+    random.Random(0).shuffle(names)
+    chosen, size = set(), 0
+    for name in names:
+        # no document that would outgrow the share by half
+        if size < share and size + len(documents[name]) <= 1.5 * share:
+            chosen.add(name)
+            size += len(documents[name])
+    if chosen:
+        train, validation = ([documents[x] for x in sorted(documents) if (x in chosen) == part] for part in (False, True))
+    else:
+        text = DOCUMENT_END.join(documents[x] for x in sorted(documents))
+        cut = len(text) - round(share)
+        cut = text.rfind('\n', 0, cut) + 1 or cut
+        train, validation = [text[:cut]], [text[cut:]]
+    held_out = {key for text in validation for key, _ in paragraphs(text) if len(key) >= SHARED_LENGTH}
+    return ['\n\n'.join(p for key, p in paragraphs(text) if key not in held_out) for text in train], validation
+
+
+def paragraphs(text: str) -> list[tuple[str, str]]:
+    """Paragraphs, each with its words alone, by which it is known again."""
+    return [(' '.join(paragraph.split()), paragraph) for paragraph in text.split('\n\n')]
+
+
+def recall_batch(recall: Recall, pairs: int, sequences: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences `k1 v1 k2 v2 ...`, then each key again, in another order, and its value; only those values are scored.
+
+    Keys of a sequence differ from each other. Inputs and targets are `[sequences, 4 * pairs - 1]`.
+    """
+    keys = torch.rand(sequences, recall.symbols, generator=generator).argsort(1)[:, :pairs]
+    values = torch.randint(recall.symbols, 2 * recall.symbols, (sequences, pairs), generator=generator)
+    order = torch.rand(sequences, pairs, generator=generator).argsort(1)
+    shown = torch.stack((keys, values), dim=-1)
+    asked = torch.stack((keys.gather(1, order), values.gather(1, order)), dim=-1)
+    tokens = torch.cat((shown, asked), dim=1).flatten(1)
+    targets = tokens[:, 1:].clone()
+    targets[:, :2 * pairs] = IGNORE
+    targets[:, 2 * pairs + 1::2] = IGNORE
+    return tokens[:, :-1], targets
+
+
+def recall_batches(recall: Recall, training: Training, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and targets of each training step; all sequences of a step have the same number of pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = recall.train_pairs
+    for _ in range(training.steps):
+        pairs = int(torch.randint(low, high + 1, (), generator=generator))
+        yield recall_batch(recall, pairs, max(1, training.tokens // (4 * pairs)), generator)
+
+
+def recall_evaluation(recall: Recall, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequences by which every mixer is judged."""
+    return recall_batch(recall, pairs, recall.eval_sequences, torch.Generator().manual_seed(2**31 + pairs))

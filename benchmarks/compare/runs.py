@@ -1,0 +1,97 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""The runs of the job, and their results on disk, by which an interrupted job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig
+
+    from benchmarks.compare.data import Text
+    from benchmarks.compare.settings import Preset, Training
+
+TASKS = ('language', 'recall')
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained; a run that differs in nothing of this is the same run."""
+    mixer: str
+    task: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f'{self.mixer}-{self.task}-seed{self.seed}'
+
+    def model_folder(self, out: Path) -> Path:
+        """`models/<mixer>`, with the task and the seed where they are not the first."""
+        task = '' if self.task == TASKS[0] else f'-{self.task}'
+        seed = '' if self.seed == 0 else f'-seed{self.seed}'
+        return out / 'models' / f'{self.mixer}{task}{seed}'
+
+
+def training_of(preset: Preset, task: str) -> Training:
+    return getattr(preset, task)
+
+
+def run_settings(run: Run, preset: Preset, config: PreTrainedConfig, text: Text, versions: dict, device: str) -> dict:
+    """All that decides the result of a run, as it is stored beside the result."""
+    settings = {
+        **asdict(run),
+        **asdict(training_of(preset, run.task)),
+        **asdict(preset.backbone),
+        'intermediate_size': config.intermediate_size,
+        'bf16': preset.bf16,
+        'device': device,
+        'versions': versions,
+    }
+    if run.task == 'language':
+        settings |= {'seq_len': preset.seq_len, 'text': text.fingerprint}
+    else:
+        settings |= asdict(preset.recall_data)
+    return settings
+
+
+def result_file(out: Path, run: Run) -> Path:
+    return out / 'runs' / f'{run.name}.json'
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix('.tmp')
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, path)
+
+
+def load_finished(out: Path, settings: dict[Run, dict]) -> dict[Run, dict]:
+    """Results of finished runs; raises if one was made with other settings."""
+    finished = {}
+    for run, wanted in settings.items():
+        path = result_file(out, run)
+        if not path.exists():
+            continue
+        stored = json.loads(path.read_text())
+        # as it looks after a round trip through JSON
+        wanted, found = json.loads(json.dumps(wanted)), stored['settings']
+        different = [
+            f'{key} was {found.get(key)!r} and is now {wanted.get(key)!r}'
+            for key in sorted({*wanted, *found}) if found.get(key) != wanted.get(key)
+        ]
+        if different:
+            raise ValueError(f'--resume: {path} was made with other settings: {"; ".join(different)}')
+        finished[run] = stored['result']
+    return finished

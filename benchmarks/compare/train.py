@@ -1,0 +1,154 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""One run: a fresh model with one mixer, trained on one task from one seed, then scored and saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+
+from benchmarks.compare.data import IGNORE, recall_batches, recall_evaluation
+from benchmarks.compare.mixers import build_model, decay_groups
+from benchmarks.compare.runs import training_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from benchmarks.compare.data import Text
+    from benchmarks.compare.runs import Run
+    from benchmarks.compare.settings import Preset, Training
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 1.0
+WARMUP_SHARE = 0.1
+
+# points of a loss curve, each the mean over the steps since the last
+CURVE_POINTS = 100
+EVAL_TOKENS = 16384
+
+RELOAD_TOLERANCE = 1e-5
+
+
+def precision(device: torch.device, bf16: bool):
+    """The autocast context of training and of scoring."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
+
+
+def loss_of(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats, computed in one way for all mixers."""
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+
+def make_optimizer(model: PreTrainedModel, training: Training) -> tuple[Optimizer, LRScheduler]:
+    """AdamW, and a cosine schedule with warm-up."""
+    optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=training.learning_rate, betas=BETAS)
+    warmup = round(WARMUP_SHARE * training.steps)
+    return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, training.steps)
+
+
+def train_step(model, optimizer, inputs, targets, bf16: bool) -> torch.Tensor:
+    """Forward, backward and update; returns the loss."""
+    with precision(inputs.device, bf16):
+        loss = loss_of(model, inputs, targets)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def train(
+    run: Run,
+    preset: Preset,
+    config: PreTrainedConfig,
+    text: Text,
+    device: torch.device,
+    out: Path,
+    report: Callable[[int, int, float], None],
+) -> dict:
+    """Train, score, save and load again; `report(steps done, tokens done, loss)` is called as it goes."""
+    training = training_of(preset, run.task)
+    model = build_model(config, run.seed).to(device).train()
+    optimizer, schedule = make_optimizer(model, training)
+    if run.task == 'language':
+        batches = text.batches(training, preset.seq_len, run.seed)
+    else:
+        batches = recall_batches(preset.recall_data, training, run.seed)
+
+    curve = {'step': [], 'loss': []}
+    pending, tokens, start = [], 0, time.perf_counter()
+    every = max(1, training.steps // CURVE_POINTS)
+    for step, (inputs, targets) in enumerate(batches, start=1):
+        pending.append(train_step(model, optimizer, inputs.to(device), targets.to(device), preset.bf16))
+        schedule.step()
+        tokens += inputs.numel()
+        if step % every == 0 or step == training.steps:
+            loss = torch.stack(pending).mean().item()
+            if not math.isfinite(loss):
+                raise FloatingPointError(f'the loss is {loss} at step {step} of {training.steps}')
+            curve['step'].append(step)
+            curve['loss'].append(loss)
+            pending.clear()
+            report(step, tokens, loss)
+
+    result = {'curve': curve, 'tokens': tokens, 'seconds': time.perf_counter() - start}
+    model.eval()
+    if run.task == 'language':
+        windows = text.validation_windows(preset.seq_len)
+        result['bits_per_byte'] = score(model, *windows, preset.bf16)[0] / math.log(2)
+    else:
+        result['recall'] = {
+            str(pairs): score(model, *recall_evaluation(preset.recall_data, pairs), preset.bf16)[1]
+            for pairs in preset.recall_data.eval_pairs
+        }
+    folder = run.model_folder(out)
+    model.save_pretrained(folder)
+    result['reload_error'] = reload_error(model, folder, preset.bf16)
+    return result
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, bf16: bool) -> tuple[float, float]:
+    """Mean cross entropy in nats and accuracy over the scored targets."""
+    loss, right, count = 0.0, 0, 0
+    size = max(1, EVAL_TOKENS // inputs.shape[1])
+    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        x, y = x.to(model.device), y.to(model.device).flatten()
+        with precision(model.device, bf16):
+            logits = model(input_ids=x, use_cache=False).logits.flatten(0, 1).float()
+        scored = y != IGNORE
+        loss += F.cross_entropy(logits, y, ignore_index=IGNORE, reduction='sum').item()
+        right += (logits.argmax(-1) == y)[scored].sum().item()
+        count += scored.sum().item()
+    return loss / count, right / count
+
+
+@torch.inference_mode()
+def reload_error(model: PreTrainedModel, folder: Path, bf16: bool) -> float:
+    """Largest difference between the logits of a model and of the one loaded from its folder; raises if they differ."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder).to(model.device).eval()
+    tokens = torch.arange(128, device=model.device)[None] % model.config.vocab_size
+    with precision(model.device, bf16):
+        logits, again = (x(input_ids=tokens, use_cache=False).logits.float() for x in (model, loaded))
+    error = (again - logits).abs().max().item()
+    if not error <= RELOAD_TOLERANCE:
+        raise RuntimeError(f'the model loaded from {folder} gives other logits, by up to {error}')
+    return error
