@@ -188,6 +188,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
+    # models of the CPU preset gain little from a second thread, and lose much where the cores have other work
+    torch.set_num_threads(1)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -396,22 +396,26 @@ def method_of(content: dict) -> list[str]:
     settings = content['settings']
     language, recall = settings['language'], settings['recall']
     symbols, (low, high) = settings['recall_data']['symbols'], settings['recall_data']['train_pairs']
+    count = content['device']['threads']
+    threads = f', on {count} thread{"s" * (count > 1)}' if content['device']['type'] == 'cpu' else ''
     windows = max(1, language['tokens'] // settings['seq_len'])
     return [
         'One backbone for all mixers. The width of its MLPs makes up for what a mixer has more or less, so that the numbers '
-        'of parameters agree within 1 %. Weights that all mixers have start equal; data, their order and the optimizer are '
-        'the same.',
+        'of parameters agree within 1 %. Weights that all mixers have start equal; data, their order, the optimizer and '
+        'its learning rate, which is tuned for no mixer in particular, are the same.',
         f'Text: {settings["text"]["name"]} as bytes, {language["steps"]} steps of {language["tokens"]:,} tokens. Bits per '
         'byte are over the held-out documents; paragraphs of theirs that stand elsewhere too are not trained on.',
         f'Recall: separate models of the same shape, {recall["steps"]} steps of {recall["tokens"]:,} tokens. A sequence '
         'shows pairs of a key and a value, then asks each key once, in another order. '
         f'There are {symbols} keys and as many values; training has {low} to {high} pairs.',
         'KDA has its bounded gate (safe_gate, lower bound -5), which its faster kernels need; KDN runs on the same.',
-        'Speed: median over calls that the mixers make in turn, in one process, after warm-up. '
+        'Speed: median over calls that the mixers make in turn, in one process, after warm-up'
+        f'{threads}. '
         f'Training: steps of {windows} windows of {settings["seq_len"]} bytes, optimizer included. '
         f'Decoding: {settings["decode_batch"]} sequences, one token after another from the cache.',
         f'Training memory: {content["memory"]}.',
         'State: all that the cache keeps for a sequence, convolutions included.',
+        'Loss curves are moving averages.',
         'Each model was saved, loaded again with AutoModelForCausalLM, and gave the same logits.',
     ]
 
