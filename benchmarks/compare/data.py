@@ -138,9 +138,8 @@ def recall_batch(recall: Recall, pairs: int, sequences: int, generator: torch.Ge
 def recall_batches(recall: Recall, training: Training, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets of each training step; all sequences of a step have the same number of pairs."""
     generator = torch.Generator().manual_seed(seed)
-    low, high = recall.train_pairs
     for _ in range(training.steps):
-        pairs = int(torch.randint(low, high + 1, (), generator=generator))
+        pairs = recall.train_pairs[int(torch.randint(len(recall.train_pairs), (), generator=generator))]
         yield recall_batch(recall, pairs, max(1, training.tokens // (4 * pairs)), generator)
 
 

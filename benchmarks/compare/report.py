@@ -191,8 +191,8 @@ def plot_recall(content: dict) -> Figure:
             None if None in spreads else [100 * spread for spread in spreads],
             color=COLORS[mixer], marker=MARKERS[mixer], ms=6, lw=1.6, capsize=3, label=NAMES[mixer],
         )
-    low, high = settings['train_pairs']
-    ax.axvspan(min(low, settings['eval_pairs'][0]), high, color=plt.rcParams['text.color'], alpha=0.07, lw=0)
+    low, high = min(*settings['train_pairs'], *settings['eval_pairs']), max(settings['train_pairs'])
+    ax.axvspan(low, high, color=plt.rcParams['text.color'], alpha=0.07, lw=0)
     ax.axhline(100 / settings['symbols'], ls=':', lw=1, color=plt.rcParams['text.color'])
     ax.annotate('guessing', (0, 100 / settings['symbols']), xycoords=('axes fraction', 'data'), xytext=(4, 3),
                 textcoords='offset points', fontsize=9)
@@ -336,7 +336,7 @@ def write_report(out: Path, content: dict) -> None:
     )
     settings = content['settings']
     seeds = settings['seeds']
-    seen = max(p for p in recall_pairs(content) if p <= settings['recall_data']['train_pairs'][1])
+    seen = max(p for p in recall_pairs(content) if p <= max(settings['recall_data']['train_pairs']))
     shown = {
         'bits per byte': ('best on held-out text', 'bits per byte'),
         f'recall, {seen} pairs': (f'best recall of {seen} pairs', 'of the answers right'),
@@ -395,7 +395,7 @@ def sample_section(content: dict) -> str:
 def method_of(content: dict) -> list[str]:
     settings = content['settings']
     language, recall = settings['language'], settings['recall']
-    symbols, (low, high) = settings['recall_data']['symbols'], settings['recall_data']['train_pairs']
+    symbols, pairs = settings['recall_data']['symbols'], settings['recall_data']['train_pairs']
     count = content['device']['threads']
     threads = f', on {count} thread{"s" * (count > 1)}' if content['device']['type'] == 'cpu' else ''
     windows = max(1, language['tokens'] // settings['seq_len'])
@@ -407,7 +407,7 @@ def method_of(content: dict) -> list[str]:
         'byte are over the held-out documents; paragraphs of theirs that stand elsewhere too are not trained on.',
         f'Recall: separate models of the same shape, {recall["steps"]} steps of {recall["tokens"]:,} tokens. A sequence '
         'shows pairs of a key and a value, then asks each key once, in another order. '
-        f'There are {symbols} keys and as many values; training has {low} to {high} pairs.',
+        f'There are {symbols} keys and as many values; training has {", ".join(map(str, pairs))} pairs.',
         'KDA has its bounded gate (safe_gate, lower bound -5), which its faster kernels need; KDN runs on the same.',
         'Speed: median over calls that the mixers make in turn, in one process, after warm-up'
         f'{threads}. '

@@ -39,7 +39,8 @@ class Training:
 class Recall:
     """Key-value recall; keys are the tokens below `symbols`, values the next `symbols` tokens."""
     symbols: int
-    train_pairs: tuple[int, int]
+    # numbers of pairs in a sequence
+    train_pairs: tuple[int, ...]
     eval_pairs: tuple[int, ...]
     eval_sequences: int
 
@@ -67,8 +68,8 @@ PRESETS = {
         ),
         seq_len=256,
         language=Training(steps=400, tokens=2048, learning_rate=1e-2),
-        recall=Training(steps=800, tokens=2048, learning_rate=2e-3),
-        recall_data=Recall(symbols=64, train_pairs=(2, 16), eval_pairs=(4, 8, 16, 32, 64), eval_sequences=64),
+        recall=Training(steps=600, tokens=2048, learning_rate=2e-3),
+        recall_data=Recall(symbols=64, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 16, 32, 64), eval_sequences=64),
         device='cpu',
         bf16=False,
         decode_batch=4,
@@ -83,7 +84,9 @@ PRESETS = {
         seq_len=1024,
         language=Training(steps=500, tokens=16384, learning_rate=1e-3),
         recall=Training(steps=2000, tokens=16384, learning_rate=1e-3),
-        recall_data=Recall(symbols=128, train_pairs=(2, 64), eval_pairs=(8, 16, 32, 64, 128), eval_sequences=256),
+        recall_data=Recall(
+            symbols=128, train_pairs=(2, 4, 8, 16, 32, 64), eval_pairs=(8, 16, 32, 64, 128), eval_sequences=256,
+        ),
         device='cuda',
         bf16=True,
         decode_batch=32,
