@@ -289,6 +289,16 @@ def test_autocast_changes_nothing(op):
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize('op', [chunk_kda, chunk_gated_delta_rule])
+def test_backward_under_autocast_changes_nothing(op):
+    inputs = {name: x.requires_grad_() for name, x in make_inputs(op, dtype=torch.float32)[0].items()}
+    o, _ = op(**inputs)
+    want = torch.autograd.grad(o.sum(), inputs.values(), retain_graph=True)
+    with torch.autocast('cpu', torch.bfloat16):
+        got = torch.autograd.grad(o.sum(), inputs.values())
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 def test_gated_delta_net_without_decay():
     inputs, _ = make_inputs(fused_recurrent_gated_delta_rule)
     zero = inputs | {'g': torch.zeros_like(inputs['g'])}

@@ -473,10 +473,11 @@ def test_autocast_changes_nothing(fn, covariance):
     inputs = make_inputs(covariance, T=70, dtype=torch.float32)
     options = {'grads': fn is chunk_kdn, 'covariance': covariance, 'use_qk_l2norm_in_kernel': True}
     want = run(fn, inputs, **options)
-    # the backward outside, as PyTorch asks for
-    got = run(torch.autocast('cpu', torch.bfloat16)(fn), inputs, **options)
+    # the backward outside, as PyTorch asks for, and inside
+    outside = run(torch.autocast('cpu', torch.bfloat16)(fn), inputs, **options)
+    inside = torch.autocast('cpu', torch.bfloat16)(run)(fn, inputs, **options)
     for name, x in want.items():
-        assert torch.equal(got[name], x), name
+        assert torch.equal(outside[name], x) and torch.equal(inside[name], x), name
 
 
 @pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])

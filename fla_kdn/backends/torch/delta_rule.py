@@ -35,6 +35,46 @@ MIN_BLOCK = 8
 MAX_SPAN = 40.
 
 
+class MatMul(torch.autograd.Function):
+    """`a @ b` whose gradients have its precision in a backward pass run under autocast too.
+
+    The gradient of a decay is a small difference of large products, which factors rounded to bf16 would not leave.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type='cpu')
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type='cpu')
+    def backward(ctx, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        return (do @ b.mT).sum_to_size(a.shape), (a.mT @ do).sum_to_size(b.shape)
+
+
+class SolveUnitLower(torch.autograd.Function):
+    """`X = (I + A)^{-1} B` for a strictly lower triangular `A`, with gradients as `MatMul` has them."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type='cpu')
+    def forward(ctx, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        X = torch.linalg.solve_triangular(A, B, upper=False, unitriangular=True)
+        ctx.save_for_backward(A, X)
+        return X
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type='cpu')
+    def backward(ctx, dX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        A, X = ctx.saved_tensors
+        dB = torch.linalg.solve_triangular(A.mT, dX, upper=True, unitriangular=True)
+        return -(dB @ X.mT).tril(-1), dB
+
+
+matmul, solve_unit_lower = MatMul.apply, SolveUnitLower.apply
+
+
 def _decayed_scores(qk: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
     """`A[..., i, j] = sum_d qk_id k_jd e^{G_id - G_jd}` for `j <= i`, 0 above; all [.., NC, HV, BT, K]."""
     BT = G.shape[-2]
@@ -56,17 +96,17 @@ def _decayed_scores(qk: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> torch
     R = Gs[..., :1, :].detach()
     left = blocks(qk) * (Gs - R).to(k.dtype).exp()
     if factored:
-        diagonal = left @ (ks * (R - Gs).to(k.dtype).exp()).transpose(-1, -2)
+        diagonal = matmul(left, (ks * (R - Gs).to(k.dtype).exp()).mT)
     else:
         # masked before exp: above the diagonal the decay would be a growth, and inf * 0 gives NaN gradients
         decay = (Gs.unsqueeze(-2) - Gs.unsqueeze(-3)).to(k.dtype).masked_fill(~causal.unsqueeze(-1), float('-inf')).exp()
-        diagonal = (blocks(qk).unsqueeze(-2) @ (decay * ks.unsqueeze(-3)).transpose(-1, -2)).squeeze(-2)
+        diagonal = matmul(blocks(qk).unsqueeze(-2), (decay * ks.unsqueeze(-3)).mT).squeeze(-2)
     diagonal = diagonal.masked_fill(~causal, 0)
     rows = []
     for i in range(BT // BC):
         start = i * BC
         right = k[..., :start, :] * (R[..., i, :, :] - G[..., :start, :]).to(k.dtype).exp()
-        row = torch.cat((left[..., i, :, :] @ right.transpose(-1, -2), diagonal[..., i, :, :]), -1)
+        row = torch.cat((matmul(left[..., i, :, :], right.mT), diagonal[..., i, :, :]), -1)
         rows.append(F.pad(row, (0, BT - start - BC)))
     return torch.cat(rows, -2)
 
@@ -76,7 +116,7 @@ def _chunk_scores(q: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> tuple[to
     if G.shape[-1] == 1:
         causal = torch.ones(G.shape[-2], G.shape[-2], dtype=torch.bool, device=G.device).tril()
         decay = (G - G.transpose(-1, -2)).to(k.dtype).masked_fill(~causal, float('-inf')).exp()
-        A_qk, A_kk = torch.stack((q, k)) @ k.transpose(-1, -2) * decay
+        A_qk, A_kk = matmul(torch.stack((q, k)), k.mT) * decay
     else:
         A_qk, A_kk = _decayed_scores(torch.stack((q, k)), k, G)
     return A_qk, A_kk.tril(-1)
@@ -152,12 +192,7 @@ def delta_rule(
         A_qk, A_kk = _chunk_scores(q, k, G)
         # WY form: [u, w] = (I + beta A_kk)^{-1} beta [v, k e^G]
         decay, last = G.to(dtype).exp(), G[..., -1:, :]
-        u, w = torch.linalg.solve_triangular(
-            beta * A_kk,
-            beta * torch.cat((v, k * decay), -1),
-            upper=False,
-            unitriangular=True,
-        ).split((V, K), -1)
+        u, w = solve_unit_lower(beta * A_kk, beta * torch.cat((v, k * decay), -1)).split((V, K), -1)
         k_end = (k * (last - G).to(dtype).exp()).transpose(-1, -2)
         decay_end = last.to(dtype).exp().transpose(-1, -2)
 
@@ -172,10 +207,10 @@ def delta_rule(
             finished.append(S[n:])
             S = S[:n]
             states.append(S)
-            v_new.append(u_i - w_i @ S)
-            S = S * d_i + k_i @ v_new[-1]
+            v_new.append(u_i - matmul(w_i, S))
+            S = S * d_i + matmul(k_i, v_new[-1])
         # the empty slices stand for T = 0, where there is no chunk
-        o = (q * decay) @ torch.cat([S[:0], *states]) + A_qk @ torch.cat([v[:0], *v_new])
+        o = matmul(q * decay, torch.cat([S[:0], *states])) + matmul(A_qk, torch.cat([v[:0], *v_new]))
         o = layout.unpack(o.transpose(1, 2)).to(o_dtype)
         if not output_final_state:
             return o, None
