@@ -5,8 +5,10 @@
 # For a list of all contributors, visit:
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
+from .attn import Attention
 from .kdn import KalmanDeltaNet
 
 __all__ = [
+    'Attention',
     'KalmanDeltaNet',
 ]

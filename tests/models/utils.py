@@ -36,6 +36,10 @@ OPTIONS = {
         'fuse_swiglu': False,
         'fuse_cross_entropy': False,
     },
+    'hybrid': {
+        'num_hidden_layers': 3,
+        'attn': {'layers': [0, 2], 'num_heads': 4, 'num_kv_heads': 2, 'qkv_bias': True, 'window_size': 6},
+    },
 }
 
 

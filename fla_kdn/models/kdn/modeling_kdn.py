@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+from fla.models.configuration_utils import get_attention_spec
 from fla.models.generation_utils import FLAGenerationMixin
-from fla.models.modeling_utils import FLAForCausalLM, FLAModel, FLAPreTrainedModel, get_attention
+from fla.models.modeling_utils import FLAForCausalLM, FLAModel, FLAPreTrainedModel
 from fla.modules import GatedMLP as KDNMLP
 from fla.modules import RMSNorm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fla_kdn.layers.attn import Attention
 from fla_kdn.layers.kdn import KalmanDeltaNet
 from fla_kdn.models.compat import accept_cache_argument
 from fla_kdn.models.kdn.configuration_kdn import KDNConfig
+from fla_kdn.models.packing import resolve_padding_and_packing
 
 if TYPE_CHECKING:
     from fla.models.cache_utils import Cache
+    from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.processing_utils import Unpack
 
 
@@ -34,8 +38,19 @@ class KDNBlock(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
 
         self.attn_norm = (RMSNorm if config.fuse_norm else nn.RMSNorm)(config.hidden_size, eps=config.norm_eps)
-        self.attn = get_attention(config=config, layer_idx=layer_idx)
-        if self.attn is None:
+        attention = get_attention_spec(config.attn, layer_idx=layer_idx)
+        if attention is not None:
+            self.attn = Attention(
+                hidden_size=config.hidden_size,
+                num_heads=attention['num_heads'],
+                num_kv_heads=attention['num_kv_heads'],
+                qkv_bias=attention['qkv_bias'],
+                window_size=attention['window_size'],
+                rope_theta=attention['rope_theta'],
+                layer_idx=layer_idx,
+                config=config,
+            )
+        else:
             self.attn = KalmanDeltaNet(
                 hidden_size=config.hidden_size,
                 expand_v=config.expand_v,
@@ -104,6 +119,10 @@ class KDNPreTrainedModel(FLAPreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ['KDNBlock']
     _supports_cache_class = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
 
     def _init_weights(self, module: nn.Module, **kwargs) -> None:
         super()._init_weights(module, **kwargs)
@@ -131,7 +150,51 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
 
         self.post_init()
 
-    forward = accept_cache_argument(FLAModel.forward)
+    @accept_cache_argument
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        past_key_values: Cache | list[dict] | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: torch.LongTensor | None = None,
+        cu_seq_lens_q: torch.LongTensor | None = None,
+        cu_seq_lens_k: torch.LongTensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        position_ids: torch.LongTensor | None = None,
+        **kwargs: Unpack[dict],
+    ) -> tuple | BaseModelOutputWithPast:
+        """
+        FLA's forward pass. Sequences may be packed into one row, their borders given by FLA's `cu_seqlens`, by transformers'
+        `cu_seq_lens_q`, or by `position_ids` that restart; the other names of transformers' padding-free batches are accepted
+        and say nothing more.
+        """
+        if (tokens := input_ids if inputs_embeds is None else inputs_embeds) is not None:
+            attention_mask, cu_seqlens = resolve_padding_and_packing(
+                tokens,
+                attention_mask=attention_mask,
+                cu_seqlens=cu_seqlens,
+                cu_seq_lens_q=cu_seq_lens_q,
+                position_ids=position_ids,
+                has_past=past_key_values is not None,
+            )
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
 
 
 class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
@@ -147,3 +210,18 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         self.post_init()
 
     forward = accept_cache_argument(FLAForCausalLM.forward)
+
+    def _compute_logits_and_loss(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = 0,
+        *,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if labels is not None and num_items_in_batch is None and not self.config.use_l2warp:
+            # a batch without a target has the loss 0, where a mean would be 0 / 0; FLA's l2warp is scaled for the mean
+            num_items_in_batch = (labels[..., 1:] != -100).sum().clamp(min=1)
+        return super()._compute_logits_and_loss(
+            hidden_states, labels, logits_to_keep, num_items_in_batch=num_items_in_batch, **kwargs)

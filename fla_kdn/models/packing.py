@@ -1,0 +1,61 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def resolve_padding_and_packing(
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.LongTensor | None = None,
+    cu_seq_lens_q: torch.LongTensor | None = None,
+    position_ids: torch.LongTensor | None = None,
+    has_past: bool = False,
+) -> tuple[torch.Tensor | None, torch.LongTensor | None]:
+    """
+    Bring the ways in which callers mark padding and packed sequences to the two that the layers know.
+
+    Args:
+        tokens (torch.Tensor): token ids `[B, T]` or embeddings `[B, T, D]`.
+        attention_mask (torch.Tensor, Optional): 0 for padding, `[B, S]`; the last `T` of the columns belong to `tokens`.
+        cu_seqlens (torch.LongTensor, Optional): FLA's cumulated lengths of packed sequences, `[N+1]`; `B = 1`.
+        cu_seq_lens_q (torch.LongTensor, Optional): the same under transformers' name.
+        position_ids (torch.LongTensor, Optional): `[B, T]`, as padding-free collators give it; sequences begin where it does
+            not go up by 1. Read only where there is no padding, no lengths and no past.
+        has_past (bool): whether the tokens continue others.
+
+    Returns:
+        The mask of the tokens `[B, T]`, `None` if there is no padding, and `cu_seqlens`, `None` if nothing is packed.
+    """
+    B, T = tokens.shape[:2]
+    if cu_seqlens is None:
+        cu_seqlens = cu_seq_lens_q
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f'`cu_seqlens` describes sequences packed into one row; got a batch of {B} rows.')
+    if attention_mask is not None:
+        if attention_mask.ndim != 2 or len(attention_mask) != B or attention_mask.shape[1] < T:
+            raise ValueError(
+                f'attention_mask must be a 0-1 matrix of shape [batch_size, seq_len] (0 indicating padding) for at least the '
+                f'{T} tokens of {B} rows, got shape {list(attention_mask.shape)}.',
+            )
+        attention_mask = attention_mask[:, -T:]
+        if attention_mask.all():
+            attention_mask = None
+        elif cu_seqlens is not None:
+            raise ValueError('attention_mask marks padding in a packed batch: leave out the padding, or `cu_seqlens`.')
+    if cu_seqlens is None and position_ids is not None and attention_mask is None and not has_past:
+        starts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=False)
+        if starts.any():
+            if len(position_ids) != 1 or B != 1:
+                raise ValueError(
+                    f'position_ids restart within a row: sequences packed into a batch of {B} rows; pack them into one row.')
+            cu_seqlens = F.pad(starts[0].nonzero().flatten(), (1, 1))
+            cu_seqlens[-1] = T
+    return attention_mask, cu_seqlens
