@@ -19,16 +19,7 @@ from fla_kdn.ops.kdn.gain_triton import FLOOR, key_row, log_decay_row, noise_row
 from fla_kdn.ops.kdn.inputs import LOWER_BOUND
 
 
-@triton.heuristics({
-    'USE_INITIAL_STATE': lambda args: args['h0'] is not None,
-    'STORE_FINAL_STATE': lambda args: args['ht'] is not None,
-    'HAS_PRIOR': lambda args: args['p0'] is not None,
-    'HAS_MU': lambda args: args['mu'] is not None,
-    'USE_GATE': lambda args: args['A_log'] is not None,
-    'HAS_BIAS': lambda args: args['dt_bias'] is not None,
-    'USE_INDICES': lambda args: args['ssm_state_indices'] is not None,
-    'IS_VARLEN': lambda args: args['cu_seqlens'] is not None,
-})
+# no heuristics: evaluating them would cost a decoding step more time on the host than the kernel takes
 @triton.jit(do_not_specialize=['T'])
 def fused_recurrent_kdn_fwd_kernel(
     q,
@@ -256,9 +247,18 @@ def fused_recurrent_kdn_fwd(
         NOISE_SOFTPLUS=use_noise_softplus_in_kernel,
         STATE_V_FIRST=state_v_first,
         PRIOR_OF_HEAD=initial_cov is not None and initial_cov.ndim == 1,
+        USE_INITIAL_STATE=initial_state is not None,
+        STORE_FINAL_STATE=ht is not None,
+        HAS_PRIOR=initial_cov is not None,
+        HAS_MU=has_mu,
+        USE_GATE=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        USE_INDICES=ssm_state_indices is not None,
+        IS_VARLEN=cu_seqlens is not None,
         num_warps=4,
     )
     return out, ht, pt
+
 
 @torch.compiler.disable
 @torch.no_grad()
