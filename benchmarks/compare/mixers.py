@@ -39,9 +39,6 @@ SHARED_WEIGHTS = (
     'embeddings', 'lm_head', 'q_proj', 'k_proj', 'v_proj', 'o_proj', 'q_conv1d', 'k_conv1d', 'v_conv1d',
 )
 
-# never decayed, besides biases and the weights of norms
-NO_DECAY = ('A_log', 'dt_bias', 'prior_precision', 'info_scale', 'log_info_scale')
-
 
 def build_config(mixer: str, backbone: Backbone, intermediate_size: int) -> PreTrainedConfig:
     """Configuration of the model with this mixer and MLPs of this width."""
@@ -92,13 +89,3 @@ def build_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
             torch.nn.init.normal_(parameter, std=config.initializer_range, generator=generator)
     return model
-
-
-def decay_groups(model: PreTrainedModel, weight_decay: float) -> list[dict]:
-    """Parameter groups of an optimizer, by name: a loaded parameter has lost FLA's mark `_no_weight_decay`."""
-    decayed, plain = [], []
-    for name, parameter in model.named_parameters():
-        *_, module, leaf = ['', *name.split('.')]
-        no_decay = leaf == 'bias' or leaf in NO_DECAY or 'norm' in module
-        (plain if no_decay else decayed).append(parameter)
-    return [{'params': decayed, 'weight_decay': weight_decay}, {'params': plain, 'weight_decay': 0.0}]

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from benchmarks.compare.data import IGNORE, recall_batches, recall_evaluation
-from benchmarks.compare.mixers import build_model, decay_groups
+from benchmarks.compare.mixers import build_model
 from benchmarks.compare.runs import training_of
+from fla_kdn.models.optim import parameter_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,7 @@ def loss_of(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor)
 
 def make_optimizer(model: PreTrainedModel, training: Training) -> tuple[Optimizer, LRScheduler]:
     """AdamW, and a cosine schedule with warm-up."""
-    optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=training.learning_rate, betas=BETAS)
+    optimizer = torch.optim.AdamW(parameter_groups(model, WEIGHT_DECAY), lr=training.learning_rate, betas=BETAS)
     warmup = round(WARMUP_SHARE * training.steps)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, training.steps)
 

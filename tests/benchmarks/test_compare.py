@@ -27,8 +27,9 @@ from benchmarks.compare.data import (
     recall_batches,
     split,
 )
-from benchmarks.compare.mixers import MIXERS, build_config, build_model, count_parameters, decay_groups, matched_config
+from benchmarks.compare.mixers import MIXERS, build_config, build_model, count_parameters, matched_config
 from benchmarks.compare.settings import PRESETS, Backbone, Recall, Training
+from fla_kdn.models.optim import parameter_groups
 
 job = import_module('benchmarks.compare.__main__')
 
@@ -188,7 +189,7 @@ def test_loaded_models_keep_their_undecayed_parameters(mixer, tmp_path):
     flagged = {name for name, p in model.named_parameters() if getattr(p, '_no_weight_decay', False)}
     model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    decayed, plain = decay_groups(model, 0.1)
+    decayed, plain = parameter_groups(model, 0.1)
     names = {p: name for name, p in model.named_parameters()}
     undecayed = {names[p] for p in plain['params']}
     assert decayed['weight_decay'] == 0.1 and plain['weight_decay'] == 0
