@@ -10,6 +10,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 COMPARE = ['matplotlib', 'rich', 'safetensors']
+EXAMPLES = ['accelerate', 'peft']
 
 setup(
     name='fla-kdn',
@@ -30,7 +31,8 @@ setup(
     ],
     extras_require={
         'compare': COMPARE,
-        'test': [*COMPARE, 'pytest', 'pytest-timeout', 'pytest-xdist', 'ruff==0.17.*'],
+        'examples': EXAMPLES,
+        'test': [*COMPARE, *EXAMPLES, 'trl', 'pytest', 'pytest-timeout', 'pytest-xdist', 'ruff==0.17.*'],
     },
     classifiers=[
         'Programming Language :: Python :: 3',

@@ -15,6 +15,7 @@ import torch.nn as nn
 from einops import rearrange
 from fla.layers.utils import get_layer_cache, repad_hidden_states, unpad_hidden_states, update_layer_cache
 from fla.modules import FusedRMSNormGated, ShortConvolution
+from fla.ops.utils.index import prepare_lens
 from torch.nn import functional as F
 
 from fla_kdn.ops.kdn import chunk_kdn, fused_recurrent_kdn
@@ -282,19 +283,22 @@ class KalmanDeltaNet(nn.Module):
         last_state = get_layer_cache(self, past_key_values) or {}
 
         cu_seqlens = kwargs.get('cu_seqlens')
+        # a cache has a row for each packed sequence, as long as the longest
+        num_tokens = int(prepare_lens(cu_seqlens).max()) if use_cache and cu_seqlens is not None else q_len
         hidden_states, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, q_len)
 
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         if self.use_short_conv:
-            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             conv_state = last_state.get('conv_state') or (None, None, None)
             if not use_cache:
                 # a convolution of one token shifts its state in place
                 conv_state = [None if x is None else x.clone() for x in conv_state]
-            (q, k, v), conv_state = zip(*(
-                conv(x=x, cache=cache, output_final_state=use_cache, cu_seqlens=cu_seqlens)
-                for conv, x, cache in zip(convolutions, (q, k, v), conv_state, strict=True)
-            ), strict=True)
+            # three calls: in a comprehension the compiler would give up on the whole function
+            options = {'output_final_state': use_cache, 'cu_seqlens': cu_seqlens}
+            q, conv_q = self.q_conv1d(x=q, cache=conv_state[0], **options)
+            k, conv_k = self.k_conv1d(x=k, cache=conv_state[1], **options)
+            v, conv_v = self.v_conv1d(x=v, cache=conv_state[2], **options)
+            conv_state = (conv_q, conv_k, conv_v)
         else:
             q, k, v, conv_state = F.silu(q), F.silu(k), F.silu(v), None
 
@@ -331,7 +335,7 @@ class KalmanDeltaNet(nn.Module):
                 past_key_values,
                 recurrent_state=(memory, cov),
                 conv_state=conv_state,
-                offset=q_len,
+                offset=num_tokens,
             )
 
         o = self.o_norm(o, rearrange(self.g_proj(hidden_states), '... (h d) -> ... h d', d=self.head_v_dim))

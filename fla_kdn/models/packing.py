@@ -28,7 +28,7 @@ def resolve_padding_and_packing(
         cu_seqlens (torch.LongTensor, Optional): FLA's cumulated lengths of packed sequences, `[N+1]`; `B = 1`.
         cu_seq_lens_q (torch.LongTensor, Optional): the same under transformers' name.
         position_ids (torch.LongTensor, Optional): `[B, T]`, as padding-free collators give it; sequences begin where it does
-            not go up by 1. Read only where there is no padding, no lengths and no past.
+            not go up by 1. Positions themselves are counted from the tokens.
         has_past (bool): whether the tokens continue others.
 
     Returns:
@@ -50,12 +50,19 @@ def resolve_padding_and_packing(
             attention_mask = None
         elif cu_seqlens is not None:
             raise ValueError('attention_mask marks padding in a packed batch: leave out the padding, or `cu_seqlens`.')
-    if cu_seqlens is None and position_ids is not None and attention_mask is None and not has_past:
-        starts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=False)
+    if cu_seqlens is None and position_ids is not None:
+        if attention_mask is None:
+            starts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=False)
+        else:
+            # positions of padding may be anything, those of tokens only go up
+            positions = position_ids.masked_fill(attention_mask == 0, -1)
+            starts = F.pad(positions[:, 1:] <= positions.cummax(1).values[:, :-1], (1, 0), value=False) & (attention_mask != 0)
         if starts.any():
-            if len(position_ids) != 1 or B != 1:
+            if B != 1 or attention_mask is not None or has_past:
                 raise ValueError(
-                    f'position_ids restart within a row: sequences packed into a batch of {B} rows; pack them into one row.')
+                    'position_ids restart within a row: sequences are packed into one row, without padding or a past; '
+                    f'got {B} rows{"" if attention_mask is None else ", padding"}{", a past" if has_past else ""}.',
+                )
             cu_seqlens = F.pad(starts[0].nonzero().flatten(), (1, 1))
             cu_seqlens[-1] = T
     return attention_mask, cu_seqlens

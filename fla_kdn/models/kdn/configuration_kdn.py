@@ -14,6 +14,7 @@ from fla.models.configuration_utils import AttentionConfig, AttentionConfigBase,
 from transformers.configuration_utils import PreTrainedConfig
 
 from fla_kdn.layers.kdn import check_options
+from fla_kdn.models.kdn.presets import PRESETS
 
 # copied beside every saved checkpoint
 CODE_FILE = Path(__file__).with_name('auto_kdn.py')
@@ -23,7 +24,8 @@ class KDNConfig(AttentionConfigBase, PreTrainedConfig):
     """Configuration of a KDN model. Fields are those of FLA's `KDAConfig` and of the layer, :class:`KalmanDeltaNet`."""
 
     model_type = 'kdn'
-    keys_to_ignore_at_inference = ['past_key_values']
+    # the second is its name from transformers 5.24 on
+    keys_to_ignore_at_inference = ['past_key_values', 'cache']
 
     def __init__(
         self,
@@ -123,6 +125,13 @@ class KDNConfig(AttentionConfigBase, PreTrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
+
+    @classmethod
+    def from_preset(cls, name: str, **options) -> KDNConfig:
+        """The shape called `name` in `fla_kdn.models.kdn.presets.PRESETS`, with `options` in place of its values."""
+        if name not in PRESETS:
+            raise ValueError(f'No preset is called {name!r}; there are {", ".join(PRESETS)}.')
+        return cls(**{**PRESETS[name], **options})
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = 'AutoConfig') -> None:

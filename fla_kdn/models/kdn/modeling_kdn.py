@@ -7,27 +7,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+from fla.models.cache_utils import Cache
 from fla.models.configuration_utils import get_attention_spec
 from fla.models.generation_utils import FLAGenerationMixin
 from fla.models.modeling_utils import FLAForCausalLM, FLAModel, FLAPreTrainedModel
-from fla.modules import GatedMLP as KDNMLP
-from fla.modules import RMSNorm
+from fla.modules import GatedMLP, RMSNorm
+from fla.modules.activations import powglu, swiglu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fla_kdn.layers.attn import Attention
 from fla_kdn.layers.kdn import KalmanDeltaNet
 from fla_kdn.models.compat import accept_cache_argument
 from fla_kdn.models.kdn.configuration_kdn import KDNConfig
+from fla_kdn.models.kdn.model_card import TAGS, make_model_card
 from fla_kdn.models.packing import resolve_padding_and_packing
 
 if TYPE_CHECKING:
-    from fla.models.cache_utils import Cache
+    from transformers.generation import GenerationConfig
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.processing_utils import Unpack
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a weight may be used past its module: not one with an adapter, quantized, or brought to memory by a hook."""
+    return type(linear) is nn.Linear and not hasattr(linear, '_hf_hook')
+
+
+class KDNMLP(GatedMLP):
+
+    def forward(self, x: torch.Tensor, **kwargs: Unpack[dict]) -> torch.Tensor:
+        if is_plain(self.down_proj):
+            return super().forward(x, **kwargs)
+        gate, y = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, y) if self.hidden_act == 'swish' else powglu(gate, y, self.powglu_power))
 
 
 class KDNBlock(GradientCheckpointingLayer):
@@ -139,6 +156,7 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
 
     def __init__(self, config: KDNConfig):
         super().__init__(config)
+        self.add_model_tags(TAGS)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
 
@@ -156,7 +174,7 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
-        past_key_values: Cache | list[dict] | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -174,6 +192,11 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
         `cu_seq_lens_q`, or by `position_ids` that restart; the other names of transformers' padding-free batches are accepted
         and say nothing more.
         """
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            raise TypeError(
+                f'The cache must be an FLA cache, `fla.models.cache_utils.Cache`, got {type(past_key_values).__name__}; '
+                'of states alone, `Cache.from_legacy_cache(states, seen_tokens=...)` makes one.',
+            )
         if (tokens := input_ids if inputs_embeds is None else inputs_embeds) is not None:
             attention_mask, cu_seqlens = resolve_padding_and_packing(
                 tokens,
@@ -181,7 +204,7 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
                 cu_seqlens=cu_seqlens,
                 cu_seq_lens_q=cu_seq_lens_q,
                 position_ids=position_ids,
-                has_past=past_key_values is not None,
+                has_past=past_key_values is not None and past_key_values.get_seq_length() > 0,
             )
         return super().forward(
             input_ids=input_ids,
@@ -202,6 +225,7 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
 
     def __init__(self, config: KDNConfig):
         super().__init__(config)
+        self.add_model_tags(TAGS)
         self.model = KDNModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -218,10 +242,36 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         logits_to_keep: int | torch.Tensor | None = 0,
         *,
         num_items_in_batch: int | torch.Tensor | None = None,
+        fuse_linear_cross_entropy: bool | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if labels is not None and num_items_in_batch is None and not self.config.use_l2warp:
-            # a batch without a target has the loss 0, where a mean would be 0 / 0; FLA's l2warp is scaled for the mean
-            num_items_in_batch = (labels[..., 1:] != -100).sum().clamp(min=1)
+        if not is_plain(self.lm_head):
+            fuse_linear_cross_entropy = False
+        # a batch without a target has the loss 0, where a mean would be 0 / 0
+        if num_items_in_batch is not None:
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        elif labels is not None:
+            targets = (labels[..., 1:] != -100).sum()
+            # FLA's l2warp is scaled for the mean
+            if not self.config.use_l2warp or targets == 0:
+                num_items_in_batch = targets.clamp(min=1)
         return super()._compute_logits_and_loss(
-            hidden_states, labels, logits_to_keep, num_items_in_batch=num_items_in_batch, **kwargs)
+            hidden_states,
+            labels,
+            logits_to_keep,
+            num_items_in_batch=num_items_in_batch,
+            fuse_linear_cross_entropy=fuse_linear_cross_entropy,
+            **kwargs,
+        )
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs) -> None:
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        card = Path(save_directory, 'README.md')
+        if is_main_process and not card.exists():
+            make_model_card(self.config, self.num_parameters()).save(card)
+
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs):
+        config = self.generation_config if generation_config is None else generation_config
+        if kwargs.get('penalty_alpha', getattr(config, 'penalty_alpha', None)):
+            raise ValueError('`penalty_alpha` asks for contrastive search, which takes tokens back; a memory cannot.')
+        return super().generate(inputs, generation_config, **kwargs)

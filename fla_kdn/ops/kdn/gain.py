@@ -160,7 +160,8 @@ def _first(x: torch.Tensor, cu_seqlens: torch.LongTensor | None) -> torch.Tensor
 def _last(x: torch.Tensor, cu_seqlens: torch.LongTensor | None, empty: torch.Tensor) -> torch.Tensor:
     """Rows of `x` `[B, T, ...]` at the last token of each sequence, that of `empty` `[N, ...]` for an empty one."""
     if cu_seqlens is None:
-        return x[:, -1]
+        # a view would keep all tokens in memory
+        return x[:, -1].clone()
     present = (cu_seqlens.diff() > 0).view(-1, *[1] * (x.ndim - 2))
     return torch.where(present, x[0, (cu_seqlens[1:].long() - 1).clamp(min=0)], empty)
 
