@@ -210,7 +210,8 @@ def test_static_shapes(options):
     model, ids = make_model(**options), make_ids(2, 20)
     with pytest.raises(TypeError, match='FLA cache'):
         generate(model, ids, StaticCache(config=model.config, max_cache_len=40))
-    with pytest.raises((NotImplementedError, ValueError)):
+    # the last is of transformers before 5.23
+    with pytest.raises((NotImplementedError, ValueError, AttributeError)):
         generate(model, ids, cache_implementation='paged')
     for config in (CompileConfig(), CompileConfig(dynamic=True)):
         config._compile_all_devices = True
