@@ -2,8 +2,7 @@
 #   TORCH="torch==X"   another PyTorch        ACTIVE_ENV=1   use the environment that is active now, install nothing
 #   ARGS="..."         further arguments for the command
 PYTHON ?= python3
-# a PyTorch for GPUs brings its own Triton; without a GPU, this one's interpreter runs the kernels in the tests
-TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0 triton==3.6.0)
+TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
 ifdef ACTIVE_ENV
 BIN :=

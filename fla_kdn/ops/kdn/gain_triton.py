@@ -308,7 +308,7 @@ def kdn_gain_fwd_kernel_apply(
         s_new = H * K
         p_ph = ph + start * HV + i_hv + o_c
         p_u = u + start * HV + i_hv + o_c
-        m_new = m_k & (i_hv % (HV // H) == 0)
+        m_new = o_k < tl.where(i_hv % (HV // H) == 0, K, 0)
         o_new = (start * H + i_h) * K + o_k
     else:
         s_new = HV * K
