@@ -194,8 +194,6 @@ def test_what_is_not_implemented(fn):
     inputs = make_inputs(B=B, T=T, H=H, HV=HV, K=K, V=V)
     with pytest.raises(NotImplementedError, match='Context parallelism'):
         fn(**inputs, cp_context=object())
-    with pytest.raises(NotImplementedError, match='`output_uncertainty`'):
-        fn(**inputs, output_uncertainty=True)
 
 
 def test_no_error_depends_on_the_tokens_being_there(refuses):

@@ -516,6 +516,37 @@ class Guard:
         assert all(pad.isnan().all() for buffer in self.buffers for pad in (buffer[:self.PAD], buffer[-self.PAD:]))
 
 
+@pytest.mark.parametrize('case', ['plain', 'varlen-grouped-raw-noise'])
+@pytest.mark.parametrize('covariance', COVARIANCES)
+@pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn], ids=lambda fn: fn.__name__)
+def test_uncertainty(fn, covariance, case):
+    """Against the token loop; outputs and gradients stay as they are without it, bitwise."""
+    shape, options = {'B': 1, 'T': SHORT, **SHAPE}, {'covariance': covariance, 'use_qk_l2norm_in_kernel': True}
+    if case != 'plain':
+        options |= {'cu_seqlens': torch.tensor([0, 0, 3, 3, 69]), **NOISE}
+        shape |= {'T': 69, 'N': 4, 'HV': 2 * shape['H']}
+    inputs = make_inputs(dtype=DTYPE, **shape, covariance=covariance)
+    if case != 'plain':
+        inputs = raw_noise(inputs)
+    grads = fn is chunk_kdn
+    plain, kept = run(on_device(fn), inputs, grads, **options), {}
+
+    def with_uncertainty(**arguments):
+        *outputs, kept['got'] = fn(**arguments, output_uncertainty='log_likelihood')
+        return outputs
+
+    for name, x in run(on_device(with_uncertainty), inputs, grads, **options).items():
+        assert torch.equal(x, plain[name]), name
+    want = naive_recurrent_kdn(**as_double(inputs), **options, output_uncertainty='log_likelihood')[-1]
+    # k is rounded to its type before its variance is taken, and innovations, which the values cancel in, to bf16
+    tol = {'log_likelihood': 1e-5 if INTERPRETED else 2e-2, 'other': 1e-5 if INTERPRETED else 5e-3}
+    compare({name: x.cpu() for name, x in kept['got']._asdict().items()}, want._asdict(), tol)
+    assert not any(x.requires_grad for x in kept['got'])
+    assert fn(**{name: x.to(DEVICE) for name, x in inputs.items()}, **{
+        name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()
+    }, output_uncertainty=True)[-1].log_likelihood is None
+
+
 @pytest.mark.parametrize('varlen', [False, True], ids=['dense', 'varlen'])
 @pytest.mark.parametrize('covariance', COVARIANCES)
 def test_memory_around_inputs_and_outputs(covariance, varlen, monkeypatch):

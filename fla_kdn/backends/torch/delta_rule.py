@@ -142,10 +142,12 @@ def delta_rule(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    output_writes: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Gated delta rule with the arguments of `chunk_kda`; `g` is `[B, T, HV, K]`, or `[B, T, HV]` unless `decay_per_channel`.
 
-    Computes in fp32 (float64 if `q` is float64) and returns `o` in the type of `v`, the state in fp32 (float64).
+    Computes in fp32 (float64 if `q` is float64) and returns `o` in the type of `v`, the state in fp32 (float64); if
+    `output_writes` also `beta_t (v_t - k_t^T Diag(e^{g_t}) S_{t-1})` `[B, T, HV, V]`.
     """
     H, K, HV, V = *q.shape[2:], *v.shape[2:]
     if q.shape != k.shape:
@@ -210,12 +212,15 @@ def delta_rule(
             v_new.append(u_i - matmul(w_i, S))
             S = S * d_i + matmul(k_i, v_new[-1])
         # the empty slices stand for T = 0, where there is no chunk
-        o = matmul(q * decay, torch.cat([S[:0], *states])) + matmul(A_qk, torch.cat([v[:0], *v_new]))
+        v_new = torch.cat([v[:0], *v_new])
+        o = matmul(q * decay, torch.cat([S[:0], *states])) + matmul(A_qk, v_new)
         o = layout.unpack(o.transpose(1, 2)).to(o_dtype)
-        if not output_final_state:
-            return o, None
-        S = layout.unsort(torch.cat([S, *finished[::-1]]))
-        return o, S.transpose(-1, -2).contiguous() if state_v_first else S
+        if output_final_state:
+            S = layout.unsort(torch.cat([S, *finished[::-1]]))
+            S = S.transpose(-1, -2).contiguous() if state_v_first else S
+        else:
+            S = None
+        return (o, S, layout.unpack(v_new.transpose(1, 2))) if output_writes else (o, S)
 
 
 def _state_v_first(state_v_first: bool, kwargs: dict) -> bool:

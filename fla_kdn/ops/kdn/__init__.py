@@ -8,8 +8,10 @@
 from .chunk import chunk_kdn
 from .fused_recurrent import fused_recurrent_kdn
 from .naive import naive_chunk_kdn, naive_recurrent_exact_kdn, naive_recurrent_kdn
+from .uncertainty import KDNUncertainty
 
 __all__ = [
+    'KDNUncertainty',
     'chunk_kdn',
     'fused_recurrent_kdn',
     'naive_chunk_kdn',

@@ -12,10 +12,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-from fla.ops.kda import chunk_kda
 from fla.ops.utils.index import prepare_chunk_indices
 from fla.utils import autocast_custom_bwd, autocast_custom_fwd, input_guard
 
+# as a module: it needs `fla_kdn.ops` to be imported, too
+import fla_kdn.backends.torch.delta_rule as delta_rule
 from fla_kdn.backends.torch.registry import TorchBackend
 from fla_kdn.ops.kdn.gain import kdn_gain
 from fla_kdn.ops.kdn.gain_triton import GainArguments, GainOptions, GainOutputs, kdn_gain_bwd, kdn_gain_fwd
@@ -28,9 +29,12 @@ from fla_kdn.ops.kdn.inputs import (
     num_sequences,
 )
 from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE, kda_bwd, kda_fwd
+from fla_kdn.ops.kdn.uncertainty import make_uncertainty
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fla_kdn.ops.kdn.uncertainty import KDNResult
 
 
 class ChunkKDNFunction(torch.autograd.Function):
@@ -63,7 +67,8 @@ class ChunkKDNFunction(torch.autograd.Function):
         cu_seqlens_cpu: torch.LongTensor | None,
         use_noise_softplus_in_kernel: bool,
         r_min: float,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        output_uncertainty: bool | str,
+    ) -> tuple[torch.Tensor | None, ...]:
         chunk_indices = None
         if cu_seqlens is not None:
             chunk_indices = prepare_chunk_indices(cu_seqlens, CHUNK_SIZE, cu_seqlens_cpu=cu_seqlens_cpu)
@@ -88,11 +93,11 @@ class ChunkKDNFunction(torch.autograd.Function):
             noise_softplus=use_noise_softplus_in_kernel,
             r_min=r_min,
         )
-        gain = kdn_gain_fwd(args, options)
+        gain = kdn_gain_fwd(args, options, output_variances=bool(output_uncertainty))
         h0 = initial_state
         if h0 is not None and not isotropic:
             h0 = h0 / per_key(p0.clamp(min=MIN_COVARIANCE).sqrt(), state_v_first)
-        o, ht, Aqk, Akk = kda_fwd(
+        o, ht, Aqk, Akk, writes = kda_fwd(
             q=gain.q,
             k=gain.k,
             v=v,
@@ -113,12 +118,17 @@ class ChunkKDNFunction(torch.autograd.Function):
         ctx.options = options
         ctx.scale = scale
         ctx.state_v_first = state_v_first
-        return o, ht, gain.pt
+        squared_innovation = None
+        if output_uncertainty == 'log_likelihood':
+            # the memory takes in beta e
+            squared_innovation = (torch.linalg.vector_norm(writes, dim=-1, dtype=torch.float32) / gain.beta).square()
+        ctx.mark_non_differentiable(*(x for x in (gain.variances, squared_innovation) if x is not None))
+        return o, ht, gain.pt, gain.variances, squared_innovation
 
     @staticmethod
     @input_guard
     @autocast_custom_bwd
-    def backward(ctx, do: torch.Tensor, dht: torch.Tensor | None, dpt: torch.Tensor | None):
+    def backward(ctx, do: torch.Tensor, dht: torch.Tensor | None, dpt: torch.Tensor | None, *_):
         saved = iter(ctx.saved_tensors)
         args = GainArguments(*islice(saved, len(GainArguments._fields)))
         gain = GainOutputs(*islice(saved, len(GainOutputs._fields)))
@@ -158,7 +168,7 @@ class ChunkKDNFunction(torch.autograd.Function):
         if dh0 is not None and not ctx.options.isotropic:
             dh0 = dh0 / per_key(args.p0.clamp(min=MIN_COVARIANCE).sqrt(), ctx.state_v_first)
         # none for scale and the options after it
-        return (dq, dk, dv.to(v), dg, domega, dr, dmu, dp0, dA, dbias, dh0, *[None] * 11)
+        return (dq, dk, dv.to(v), dg, domega, dr, dmu, dp0, dA, dbias, dh0, *[None] * 12)
 
 
 def chunk_kdn_triton(
@@ -184,9 +194,10 @@ def chunk_kdn_triton(
     dt_bias: torch.Tensor | None,
     use_noise_softplus_in_kernel: bool,
     r_min: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    output_uncertainty: bool | str,
+) -> KDNResult:
     HV, isotropic = v.shape[2], covariance == 'isotropic'
-    o, final_state, final_cov = ChunkKDNFunction.apply(
+    o, final_state, final_cov, variances, squared_innovation = ChunkKDNFunction.apply(
         q,
         k,
         v,
@@ -209,10 +220,14 @@ def chunk_kdn_triton(
         cu_seqlens_cpu,
         use_noise_softplus_in_kernel,
         r_min,
+        output_uncertainty,
     )
+    uncertainty = []
+    if output_uncertainty:
+        uncertainty = [make_uncertainty(*variances.unbind(-1), squared_innovation, v.shape[-1], output_uncertainty)]
     if not output_final_state:
-        return o, None, None
-    return o, final_state, final_cov.squeeze(-1) if isotropic else final_cov
+        return o, None, None, *uncertainty
+    return o, final_state, final_cov.squeeze(-1) if isotropic else final_cov, *uncertainty
 
 
 def per_key(s: torch.Tensor, state_v_first: bool) -> torch.Tensor:
@@ -222,7 +237,6 @@ def per_key(s: torch.Tensor, state_v_first: bool) -> torch.Tensor:
 
 
 def run_kdn(
-    kda: Callable,
     kernels: Callable,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -243,18 +257,16 @@ def run_kdn(
     state_v_first: bool,
     cu_seqlens: torch.LongTensor | None,
     cp_context,
-    output_uncertainty: bool,
+    output_uncertainty: bool | str,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     use_noise_softplus_in_kernel: bool,
     r_min: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Check the arguments, then run the Triton `kernels`, or, for CPU tensors, the gain stage in PyTorch and `kda` on what it
-    gives, in and out of its whitened coordinates."""
+) -> KDNResult:
+    """Check the arguments, then run the Triton `kernels`, or, for CPU tensors, the gain stage in PyTorch and the delta rule on
+    what it gives, in and out of its whitened coordinates."""
     if cp_context is not None:
         raise NotImplementedError('Context parallelism is not implemented for KDN.')
-    if output_uncertainty:
-        raise NotImplementedError('`output_uncertainty` is not implemented yet.')
     check_inputs(
         q=q,
         k=k,
@@ -275,16 +287,19 @@ def run_kdn(
         dt_bias=dt_bias,
         use_noise_softplus_in_kernel=use_noise_softplus_in_kernel,
         r_min=r_min,
+        output_uncertainty=output_uncertainty,
     )
     (T, _, K), (HV, V) = q.shape[1:], v.shape[2:]
     if T == 0:
+        nothing = r.new_empty(r.shape, dtype=compute_dtype(q))
+        uncertainty = [make_uncertainty(*[nothing] * 4, V, output_uncertainty)] if output_uncertainty else []
         if not output_final_state:
-            return v, None, None
+            return v, None, None, *uncertainty
         if initial_state is None:
             N, shape = num_sequences(q, cu_seqlens), (V, K) if state_v_first else (K, V)
             initial_state = v.new_zeros(N, HV, *shape, dtype=compute_dtype(q))
         p = expand_cov(initial_cov, covariance, q, HV, cu_seqlens)
-        return v, initial_state, p if covariance == 'diagonal' else p.squeeze(-1)
+        return v, initial_state, p if covariance == 'diagonal' else p.squeeze(-1), *uncertainty
     if q.device.type != 'cpu' or not TorchBackend().is_enabled():
         return kernels(
             q=q,
@@ -308,6 +323,7 @@ def run_kdn(
             dt_bias=dt_bias,
             use_noise_softplus_in_kernel=use_noise_softplus_in_kernel,
             r_min=r_min,
+            output_uncertainty=output_uncertainty,
         )
 
     with torch.autocast(q.device.type, enabled=False):
@@ -328,26 +344,35 @@ def run_kdn(
             cu_seqlens=cu_seqlens,
             use_noise_softplus_in_kernel=use_noise_softplus_in_kernel,
             r_min=r_min,
+            output_variances=bool(output_uncertainty),
         )
         if initial_state is not None and gain.initial_scale is not None:
             initial_state = initial_state / per_key(gain.initial_scale, state_v_first)
-        o, final_state = kda(
+        o, final_state, *writes = delta_rule.delta_rule(
             q=gain.q,
             k=gain.k,
             v=v,
             g=gain.g,
             beta=gain.beta,
+            decay_per_channel=True,
             scale=scale,
             initial_state=initial_state,
             output_final_state=output_final_state,
             state_v_first=state_v_first,
             cu_seqlens=cu_seqlens,
+            output_writes=output_uncertainty == 'log_likelihood',
         )
-        if not output_final_state:
-            return o, None, None
-        if gain.final_scale is not None:
-            final_state = final_state * per_key(gain.final_scale, state_v_first)
-    return o, final_state, gain.final_cov
+        final_cov, uncertainty = None, []
+        if output_final_state:
+            final_cov = gain.final_cov
+            if gain.final_scale is not None:
+                final_state = final_state * per_key(gain.final_scale, state_v_first)
+        if output_uncertainty:
+            with torch.no_grad():
+                # the memory takes in beta e
+                squared_innovation = (writes[0] / gain.beta.unsqueeze(-1)).square().sum(-1) if writes else None
+                uncertainty = [make_uncertainty(*gain.variances, squared_innovation, V, output_uncertainty)]
+    return o, final_state, final_cov, *uncertainty
 
 
 @torch.compiler.disable
@@ -372,13 +397,13 @@ def chunk_kdn(
     cu_seqlens: torch.LongTensor | None = None,
     cu_seqlens_cpu: torch.LongTensor | None = None,
     cp_context=None,
-    output_uncertainty: bool = False,
+    output_uncertainty: bool | str = False,
     *,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> KDNResult:
     r"""
     Kalman Delta Network, chunk by chunk; for training. The recurrence is at the top of `naive.py`.
 
@@ -427,8 +452,8 @@ def chunk_kdn(
             The same on the CPU, which spares a synchronisation with the device. Default: `None`.
         cp_context (FLACPContext, Optional):
             Context parallelism: not implemented.
-        output_uncertainty (bool, Optional):
-            Not implemented.
+        output_uncertainty (bool | str, Optional):
+            Whether to return a :class:`KDNUncertainty`; `'log_likelihood'` for that of the values, too. Default: `False`.
         A_log (torch.Tensor, Optional):
             `[HV]`, required if `use_gate_in_kernel`.
         dt_bias (torch.Tensor, Optional):
@@ -445,6 +470,9 @@ def chunk_kdn(
             Memory after the last token, fp32, in the layout of `initial_state`; `None` unless `output_final_state`.
         final_cov (torch.Tensor | None):
             Covariance after the last token, fp32, `[N, HV, K]` or `[N, HV]`; `None` unless `output_final_state`.
+        uncertainty (KDNUncertainty):
+            Write strength, variances and log-likelihood of each token; only if `output_uncertainty`. They have no gradient,
+            as they have in `naive_recurrent_kdn`.
 
     Raises:
         ValueError: if an argument has a wrong shape, type or value. Values (NaN, `omega < 0`, `r <= 0`, the contents of
@@ -463,7 +491,6 @@ def chunk_kdn(
         >>> o, state, cov = chunk_kdn(q, k, v, g, omega, r, use_qk_l2norm_in_kernel=True, output_final_state=True)
     """
     return run_kdn(
-        kda=chunk_kda,
         kernels=partial(chunk_kdn_triton, cu_seqlens_cpu=cu_seqlens_cpu),
         q=q,
         k=k,

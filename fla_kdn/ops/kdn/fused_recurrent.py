@@ -7,16 +7,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
-from fla.ops.kda import fused_recurrent_kda
 from fla.ops.utils.op import exp
 from fla.utils import input_guard
 
 from fla_kdn.ops.kdn.chunk import run_kdn
 from fla_kdn.ops.kdn.gain_triton import FLOOR, key_row, log_decay_row, noise_row, pool
 from fla_kdn.ops.kdn.inputs import LOWER_BOUND
+from fla_kdn.ops.kdn.uncertainty import make_uncertainty
+
+if TYPE_CHECKING:
+    from fla_kdn.ops.kdn.uncertainty import KDNResult
 
 
 # no heuristics: evaluating them would cost a decoding step more time on the host than the kernel takes
@@ -36,6 +41,8 @@ def fused_recurrent_kdn_fwd_kernel(
     p0,
     ht,
     pt,
+    variances,
+    squares,
     cu_seqlens,
     ssm_state_indices,
     info_scale,
@@ -65,12 +72,15 @@ def fused_recurrent_kdn_fwd_kernel(
     USE_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     USE_INDICES: tl.constexpr,
+    STORE_VARIANCES: tl.constexpr,
+    STORE_SQUARES: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     """Steps (1) to (7) of `naive.py` for one sequence and value head: memory and covariance together, in fp32.
 
     Each program computes the covariance for its own blocks of values. All blocks are one program's (`NV` = 1) where the
-    covariance is updated in place, as nobody else may read it after it is written.
+    covariance is updated in place, as nobody else may read it after it is written. If asked, also r, k^T Phat k and q^T P q of
+    each token, `variances` [B, T, HV, 3], and |e|^2 in every block of values, `squares` [B, T, HV, blocks].
     """
     pid = tl.program_id(0).to(tl.int64)
     i_v0, i_nh = pid % NV, pid // NV
@@ -118,6 +128,10 @@ def fused_recurrent_kdn_fwd_kernel(
         p_r = r + bos * HV + i_hv
         p_v = v + (bos * HV + i_hv) * V + o_v
         p_o = o + (bos * HV + i_hv) * V + o_v
+        if STORE_VARIANCES:
+            p_var = variances + (bos * HV + i_hv) * 3
+        if STORE_SQUARES:
+            p_sq = squares + (bos * HV + i_hv) * tl.cdiv(V, BV) + i_v
         for _ in range(0, T):
             b_k, _s = key_row(p_k, m_k, L2NORM)
             b_q, _s = key_row(p_q, m_k, L2NORM)
@@ -130,12 +144,22 @@ def fused_recurrent_kdn_fwd_kernel(
             b_h = b_h * b_alpha[:, None]
             b_p = tl.maximum(pool(b_alpha * b_alpha, m_k, K, ISOTROPIC) * b_p + b_omega, FLOOR)
             b_pk = b_p * b_k
+            b_n = tl.sum(b_pk * b_k, 0)
             b_e = b_v - tl.sum(b_h * b_k[:, None], 0)
-            b_e = b_e / (b_r + tl.sum(b_pk * b_k, 0))
+            if STORE_SQUARES:
+                tl.store(p_sq, tl.sum(tl.where(m_v, b_e * b_e, 0.), 0))
+                p_sq += HV * tl.cdiv(V, BV)
+            b_e = b_e / (b_r + b_n)
             b_h += b_pk[:, None] * b_e[None, :]
             b_p = b_p / (1. + pool(b_k * b_k, m_k, K, ISOTROPIC) * (b_mu / b_r) * b_p)
             b_o = tl.sum(b_h * b_q[:, None], 0) * scale
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
+            if STORE_VARIANCES:
+                if i_v == 0:
+                    tl.store(p_var, b_r)
+                    tl.store(p_var + 1, b_n)
+                    tl.store(p_var + 2, tl.sum(b_p * b_q * b_q, 0))
+                p_var += HV * 3
 
             p_q += H * K
             p_k += H * K
@@ -175,8 +199,9 @@ def fused_recurrent_kdn_fwd(
     dt_bias: torch.Tensor | None = None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
+    output_uncertainty: bool | str = False,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> KDNResult:
     """
     One kernel over all sequences and value heads, for serving: arguments as in :func:`chunk_kdn`, nothing is checked.
 
@@ -208,7 +233,13 @@ def fused_recurrent_kdn_fwd(
         out = torch.empty_like(v)
     assert out.is_contiguous()
     BK, BV = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
-    NV = 1 if inplace_final_state else triton.cdiv(V, BV)
+    NB = triton.cdiv(V, BV)
+    NV = 1 if inplace_final_state else NB
+    variances = squares = None
+    if output_uncertainty:
+        variances = q.new_empty(B, T, HV, 3, dtype=torch.float32)
+    if output_uncertainty == 'log_likelihood':
+        squares = q.new_empty(B, T, HV, NB, dtype=torch.float32)
     has_mu = isinstance(info_scale, torch.Tensor)
     fused_recurrent_kdn_fwd_kernel[(NV * N * HV,)](
         q=q,
@@ -225,6 +256,8 @@ def fused_recurrent_kdn_fwd(
         p0=initial_cov,
         ht=ht,
         pt=pt,
+        variances=variances,
+        squares=squares,
         cu_seqlens=cu_seqlens,
         ssm_state_indices=ssm_state_indices,
         info_scale=0. if has_mu else float(K if info_scale is None else info_scale),
@@ -254,10 +287,15 @@ def fused_recurrent_kdn_fwd(
         USE_GATE=A_log is not None,
         HAS_BIAS=dt_bias is not None,
         USE_INDICES=ssm_state_indices is not None,
+        STORE_VARIANCES=variances is not None,
+        STORE_SQUARES=squares is not None,
         IS_VARLEN=cu_seqlens is not None,
         num_warps=4,
     )
-    return out, ht, pt
+    if not output_uncertainty:
+        return out, ht, pt
+    squared_innovation = None if squares is None else squares.sum(-1)
+    return out, ht, pt, make_uncertainty(*variances.unbind(-1), squared_innovation, V, output_uncertainty)
 
 
 @torch.compiler.disable
@@ -283,20 +321,19 @@ def fused_recurrent_kdn(
     cu_seqlens: torch.LongTensor | None = None,
     cu_seqlens_cpu: torch.LongTensor | None = None,
     cp_context=None,
-    output_uncertainty: bool = False,
+    output_uncertainty: bool | str = False,
     *,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> KDNResult:
     """
     Kalman Delta Network, token by token; for decoding and short prompts. It has no gradient: train with :func:`chunk_kdn`.
 
     Arguments, returns and errors are those of :func:`chunk_kdn`.
     """
     return run_kdn(
-        kda=fused_recurrent_kda,
         kernels=fused_recurrent_kdn_fwd,
         q=q,
         k=k,

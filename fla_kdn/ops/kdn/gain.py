@@ -56,6 +56,8 @@ class Gain(NamedTuple):
             `sqrt(p_0)` and `sqrt(phat_T)`, `[N, HV, K]`; `None` if isotropic.
         final_cov (torch.Tensor):
             Covariance after the last token, `[N, HV, K]` (diagonal) or `[N, HV]` (isotropic).
+        variances (tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None):
+            r, `k^T Phat k` and `q^T P q`, each `[B, T, HV]`, if asked for.
     """
 
     q: torch.Tensor
@@ -65,6 +67,7 @@ class Gain(NamedTuple):
     initial_scale: torch.Tensor | None
     final_scale: torch.Tensor | None
     final_cov: torch.Tensor
+    variances: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
 class CovarianceScan(torch.autograd.Function):
@@ -183,6 +186,7 @@ def kdn_gain(
     cu_seqlens: torch.LongTensor | None = None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
+    output_variances: bool = False,
 ) -> Gain:
     """The gain stage in PyTorch, in fp32 (float64 if `q` is float64); the arguments are those of :func:`chunk_kdn`."""
     HV, K, dtype = g.shape[2], q.shape[-1], compute_dtype(q)
@@ -199,7 +203,8 @@ def kdn_gain(
         norm = k.square().sum(-1, keepdim=True).repeat_interleave(HV // k.shape[2], dim=2)
         a, omega, u = (2 * g).exp().mean(-1, keepdim=True), omega.unsqueeze(-1), mu / K * norm / r
         p_hat = CovarianceScan.apply(a, omega, u, p0, cu_seqlens)
-        beta = p_hat / (r + p_hat * norm)
+        n = p_hat * norm
+        beta = p_hat / (r + n)
         initial_scale = final_scale = None
     else:
         q, k = (x.repeat_interleave(HV // x.shape[2], dim=2) for x in (q, k))
@@ -207,13 +212,21 @@ def kdn_gain(
         p_hat = CovarianceScan.apply((2 * g).exp(), omega, u, p0, cu_seqlens)
         s = p_hat.sqrt()
         q, k = s * q, s * k
-        beta = 1 / (r + k.square().sum(-1, keepdim=True))
+        n = k.square().sum(-1, keepdim=True)
+        beta = 1 / (r + n)
         # the outputs do not depend on the coordinates of the first memory: what p0 does to S'_0 and to the first g' cancels
         log_cov, log_prior = p_hat.log(), p0.detach().clamp(min=MIN_COVARIANCE).log()
         g = g + (_shift(log_cov, cu_seqlens, log_prior) - log_cov) / 2
         initial_scale = (log_prior / 2).exp()
         final_scale = _last(s, cu_seqlens, initial_scale)
-    final_cov = _last(p_hat / (1 + u * p_hat), cu_seqlens, p0)
+    m = 1 / (1 + u * p_hat)
+    final_cov, variances = _last(m * p_hat, cu_seqlens, p0), None
+    if output_variances:
+        with torch.no_grad():
+            # q is whitened if diagonal
+            read = m * q.square() if covariance == 'diagonal' else m * p_hat * q.square().repeat_interleave(
+                HV // q.shape[2], dim=2)
+            variances = (r.squeeze(-1), n.squeeze(-1), read.sum(-1))
     if covariance == 'isotropic':
         final_cov = final_cov.squeeze(-1)
-    return Gain(q, k, g, beta.squeeze(-1), initial_scale, final_scale, final_cov)
+    return Gain(q, k, g, beta.squeeze(-1), initial_scale, final_scale, final_cov, variances)

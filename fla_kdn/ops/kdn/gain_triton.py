@@ -247,6 +247,7 @@ def kdn_gain_fwd_kernel_carry(
     'USE_GATE': lambda args: args['A_log'] is not None,
     'HAS_BIAS': lambda args: args['dt_bias'] is not None,
     'STORE_QK': lambda args: args['q_new'] is not None,
+    'STORE_VARIANCES': lambda args: args['variances'] is not None,
 })
 @triton.jit(do_not_specialize=['T', 'NT'])
 def kdn_gain_fwd_kernel_apply(
@@ -265,6 +266,7 @@ def kdn_gain_fwd_kernel_apply(
     beta,
     ph,
     u,
+    variances,
     cu_seqlens,
     chunk_indices,
     lower_bound,
@@ -285,9 +287,13 @@ def kdn_gain_fwd_kernel_apply(
     USE_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STORE_QK: tl.constexpr,
+    STORE_VARIANCES: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """q', k', the log2 decay cumulated in the chunk, and beta'; isotropic: normalised q, k (once a key head), bhat and u."""
+    """q', k', the log2 decay cumulated in the chunk, and beta'; isotropic: normalised q, k (once a key head), bhat and u.
+
+    If asked, also r, k^T Phat k and q^T P q of each token, `variances` [B, T, HV, 3].
+    """
     i_hv, i_c, start, n = chunk_place(cu_seqlens, chunk_indices, T, NT, HV, BT, IS_VARLEN)
     i_h = i_hv // (HV // H)
 
@@ -316,6 +322,8 @@ def kdn_gain_fwd_kernel_apply(
         o_new = (start * HV + i_hv) * K + o_k
     if STORE_QK:
         p_q_new, p_k_new = q_new + o_new, k_new + o_new
+    if STORE_VARIANCES:
+        p_var = variances + (start * HV + i_hv) * 3
 
     p_start = starts + ((i_c * HV + i_hv) * 2) * C + o_c
     b_lp = log2(tl.maximum(tl.load(p_start, mask=m_c, other=1.), FLOOR))
@@ -334,14 +342,15 @@ def kdn_gain_fwd_kernel_apply(
         b_m = 1. / (1. + b_u * b_ph)
         if ISOTROPIC:
             b_k = b_k.to(k.dtype.element_ty)
-            if STORE_QK:
+            if STORE_QK or STORE_VARIANCES:
                 b_q, _s = key_row(p_q, m_k, L2NORM)
+            if STORE_QK:
                 tl.store(p_q_new, b_q.to(q_new.dtype.element_ty), mask=m_new)
                 tl.store(p_k_new, b_k, mask=m_new)
             b_k = b_k.to(tl.float32)
-            b_n = tl.sum(b_k * b_k, 0)
+            b_n = b_ph * tl.sum(b_k * b_k, 0)
             tl.store(p_gc, b_gc, mask=m_k)
-            tl.store(p_beta + o_c, b_ph / (b_r + b_ph * b_n))
+            tl.store(p_beta + o_c, b_ph / (b_r + b_n))
             tl.store(p_ph, b_ph)
             tl.store(p_u, b_u)
             p_ph += HV
@@ -354,8 +363,18 @@ def kdn_gain_fwd_kernel_apply(
             tl.store(p_k_new, b_kw, mask=m_new)
             tl.store(p_gc, b_gc + 0.5 * (b_lp - log2(b_ph)), mask=m_k)
             b_kw = b_kw.to(tl.float32)
-            tl.store(p_beta, 1. / (b_r + tl.sum(b_kw * b_kw, 0)))
+            b_n = tl.sum(b_kw * b_kw, 0)
+            tl.store(p_beta, 1. / (b_r + b_n))
         b_p = b_m * b_ph
+        if STORE_VARIANCES:
+            tl.store(p_var, b_r)
+            if ISOTROPIC:
+                tl.store(p_var + 1 + o_c, b_n)
+                tl.store(p_var + 2 + o_c, b_p * tl.sum(b_q * b_q, 0))
+            else:
+                tl.store(p_var + 1, b_n)
+                tl.store(p_var + 2, tl.sum(b_p * b_q * b_q, 0))
+            p_var += HV * 3
 
         p_q += H * K
         p_k += H * K
@@ -799,6 +818,7 @@ class GainOutputs(NamedTuple):
     """`q`, `k`, `gc`, `beta` for the memory kernels, `starts` for the backward, `pt` and `st` = sqrt(phat) of the last token.
 
     `ph` and `u` (isotropic, else `None`) are each token's predicted variance and what it adds to the precision, [B, T, HV].
+    `variances` [B, T, HV, 3] are r, k^T Phat k and q^T P q, if asked for.
     """
 
     q: torch.Tensor
@@ -810,6 +830,7 @@ class GainOutputs(NamedTuple):
     st: torch.Tensor
     ph: torch.Tensor | None
     u: torch.Tensor | None
+    variances: torch.Tensor | None
 
 
 def _launch(args: GainArguments, options: GainOptions) -> tuple[int, dict, dict]:
@@ -856,7 +877,7 @@ def _launch(args: GainArguments, options: GainOptions) -> tuple[int, dict, dict]
     return NT if varlen else B * NT, over_chunks, over_sequences
 
 
-def kdn_gain_fwd(args: GainArguments, options: GainOptions) -> GainOutputs:
+def kdn_gain_fwd(args: GainArguments, options: GainOptions, output_variances: bool = False) -> GainOutputs:
     q, k, g = args.q, args.k, args.g
     (B, T, _, K), HV, N = q.shape, g.shape[2], len(args.p0)
     NC, over_chunks, over_sequences = _launch(args, options)
@@ -866,6 +887,7 @@ def kdn_gain_fwd(args: GainArguments, options: GainOptions) -> GainOutputs:
     pt, st = q.new_empty(2, N, HV, C, dtype=torch.float32)
     gc = torch.empty_like(g, dtype=torch.float32)
     beta = q.new_empty(B, T, HV, dtype=torch.float32)
+    variances = q.new_empty(B, T, HV, 3, dtype=torch.float32) if output_variances else None
     ph = u = None
     if options.isotropic:
         ph, u = torch.empty_like(beta), torch.empty_like(beta)
@@ -887,11 +909,12 @@ def kdn_gain_fwd(args: GainArguments, options: GainOptions) -> GainOutputs:
         beta=beta,
         ph=ph,
         u=u,
+        variances=variances,
         **over_chunks,
     )
     if q_new is None:
         q_new, k_new = q, k
-    return GainOutputs(q_new, k_new, gc, beta, starts, pt, st, ph, u)
+    return GainOutputs(q_new, k_new, gc, beta, starts, pt, st, ph, u, variances)
 
 
 def kdn_gain_bwd(

@@ -111,6 +111,7 @@ def check_inputs(
     dt_bias: torch.Tensor | None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
+    output_uncertainty: bool | str = False,
     check_values: bool = False,
 ) -> None:
     """Raise a `ValueError` that names the argument, what it is and what was expected.
@@ -184,6 +185,8 @@ def check_inputs(
         if not LOWER_BOUND <= lower_bound < 0:
             raise ValueError(f'`lower_bound` must be in the safe range [{LOWER_BOUND:g}, 0), got {lower_bound}.')
 
+    if output_uncertainty not in (False, True, 'log_likelihood'):
+        raise ValueError(f"`output_uncertainty` must be False, True or 'log_likelihood', got {output_uncertainty!r}.")
     if not 0 <= r_min < float('inf'):
         raise ValueError(f'`r_min` must be finite and not negative, got {r_min}.')
     if r_min > 0 and not use_noise_softplus_in_kernel:

@@ -40,8 +40,9 @@ def kda_fwd(
     cu_seqlens: torch.LongTensor | None,
     cu_seqlens_cpu: torch.LongTensor | None,
     chunk_indices: torch.LongTensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """`o`, the final state, and the matrices `Aqk`, `Akk` [B, T, HV, BT] for the backward; `gc` is cumulated, in log2."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`o`, the final state, the matrices `Aqk`, `Akk` [B, T, HV, BT] for the backward, and what each token writes,
+    `beta (v - k^T S)` [B, T, HV, V]; `gc` is cumulated, in log2."""
     w, u, _, kg, Aqk, Akk = chunk_kda_fwd_intra(
         q=q,
         k=k,
@@ -79,7 +80,7 @@ def kda_fwd(
         chunk_size=CHUNK_SIZE,
         chunk_indices=chunk_indices,
     )
-    return o, final_state, Aqk, Akk
+    return o, final_state, Aqk, Akk, v_new
 
 
 def kda_bwd(

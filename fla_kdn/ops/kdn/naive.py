@@ -27,6 +27,8 @@ Everything is computed in float64 if `q` is float64, else in float32.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from fla_kdn.ops.kdn.inputs import (
@@ -40,6 +42,10 @@ from fla_kdn.ops.kdn.inputs import (
     noise,
     num_sequences,
 )
+from fla_kdn.ops.kdn.uncertainty import make_uncertainty
+
+if TYPE_CHECKING:
+    from fla_kdn.ops.kdn.uncertainty import KDNResult
 
 
 def naive_recurrent_kdn(
@@ -65,8 +71,9 @@ def naive_recurrent_kdn(
     dt_bias: torch.Tensor | None = None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """KDN as a loop over tokens, with the arguments and returns of :func:`chunk_kdn`."""
+    output_uncertainty: bool | str = False,
+) -> KDNResult:
+    """KDN as a loop over tokens, with the arguments and returns of :func:`chunk_kdn`; the uncertainty, too, has gradients."""
     return _run(_recurrent, **locals())
 
 
@@ -93,8 +100,9 @@ def naive_chunk_kdn(
     dt_bias: torch.Tensor | None = None,
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
+    output_uncertainty: bool | str = False,
     chunk_size: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> KDNResult:
     """KDN chunk by chunk, with the arguments and returns of :func:`chunk_kdn`.
 
     The covariance of a chunk is a composition of Möbius maps, its memory update a WY form whose read key is `k` and whose
@@ -114,7 +122,8 @@ def naive_recurrent_exact_kdn(
     initial_state: torch.Tensor | None = None,
     initial_cov: torch.Tensor | None = None,
     output_final_state: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    output_uncertainty: bool | str = False,
+) -> KDNResult:
     """KDN with the full covariance: the exact Kalman filter, for small K.
 
     Args:
@@ -126,7 +135,8 @@ def naive_recurrent_exact_kdn(
             Prior variance of each head `[HV]`, or a covariance `[B, HV, K, K]`. Default: `None`, the identity.
 
     Returns:
-        `o` `[B, T, HV, V]`, and if `output_final_state` the memory `[B, HV, K, V]` and the covariance `[B, HV, K, K]`.
+        `o` `[B, T, HV, V]`, if `output_final_state` the memory `[B, HV, K, V]` and the covariance `[B, HV, K, K]`, and if
+        `output_uncertainty` a :class:`KDNUncertainty`.
     """
     full_cov = initial_cov is not None and initial_cov.ndim == 4
     check_inputs(
@@ -147,6 +157,7 @@ def naive_recurrent_exact_kdn(
         cu_seqlens=None,
         A_log=None,
         dt_bias=None,
+        output_uncertainty=output_uncertainty,
         check_values=True,
     )
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
@@ -156,40 +167,53 @@ def naive_recurrent_exact_kdn(
     v, g, omega, r = (x.to(dtype) for x in (v, g, omega, r))
     S = q.new_zeros(B, HV, K, V) if initial_state is None else initial_state.to(dtype)
     P = initial_cov.to(dtype) if full_cov else torch.diag_embed(expand_cov(initial_cov, 'diagonal', q, HV))
-    o = []
+    o, variances = [], []
     for t in range(T):
-        alpha_t, k_t = g[:, t].exp(), k[:, t]
+        alpha_t, k_t, q_t = g[:, t].exp(), k[:, t], q[:, t]
         S_hat = alpha_t[..., None] * S                                                        # (1)
         P_hat = alpha_t[..., None] * P * alpha_t[..., None, :] + torch.diag_embed(omega[:, t])  # (2)
         Pk = (P_hat * k_t[..., None, :]).sum(-1)
-        kappa = Pk / (r[:, t, :, None] + (k_t * Pk).sum(-1, keepdim=True))                    # (3)
+        n = (k_t * Pk).sum(-1)
+        kappa = Pk / (r[:, t] + n).unsqueeze(-1)                                              # (3)
         e = v[:, t] - (k_t[..., None] * S_hat).sum(-2)                                        # (4)
         S = S_hat + kappa[..., None] * e[..., None, :]                                        # (5)
         P = P_hat - kappa[..., None] * Pk[..., None, :]                                       # (6)
-        o.append(scale * (q[:, t, ..., None] * S).sum(-2))                                    # (7)
+        o.append(scale * (q_t[..., None] * S).sum(-2))                                        # (7)
+        variances.append((n, torch.einsum('bhi,bhij,bhj->bh', q_t, P, q_t), e.square().sum(-1)))
     o = torch.stack(o, 1).to(o_dtype) if T else v.to(o_dtype)
-    return (o, S, P) if output_final_state else (o, None, None)
+    result = (o, S, P) if output_final_state else (o, None, None)
+    if not output_uncertainty:
+        return result
+    n, read_variance, squared_innovation = (torch.stack(x, 1) for x in zip(*variances, strict=True)) if T else [r] * 3
+    return *result, make_uncertainty(r, n, read_variance, squared_innovation, V, output_uncertainty)
 
 
 def _recurrent(q, k, v, g, omega, r, S, p, mu, pool):
-    """`q, k, g` [N, T, HV, K], `v` [N, T, HV, V], `omega` [N, T, HV, K or 1], `r` [N, T, HV, 1], `mu` [HV, 1]."""
-    o = []
+    """`q, k, g` [N, T, HV, K], `v` [N, T, HV, V], `omega` [N, T, HV, K or 1], `r` [N, T, HV, 1], `mu` [HV, 1].
+
+    Besides outputs and final state return `k^T Phat k`, `q^T P q` and `|e|^2` [N, T, HV].
+    """
+    o, variances = [], []
     for t in range(q.shape[1]):
         q_t, k_t, r_t, alpha_t = q[:, t], k[:, t], r[:, t], g[:, t].exp()
         S_hat = alpha_t[..., None] * S                                                        # (1)
         p_hat = (pool(alpha_t.square()) * p + omega[:, t]).clamp(min=MIN_COVARIANCE)          # (2)
-        kappa = p_hat * k_t / (r_t + (p_hat * k_t.square()).sum(-1, keepdim=True))            # (3)
+        n = (p_hat * k_t.square()).sum(-1, keepdim=True)
+        kappa = p_hat * k_t / (r_t + n)                                                       # (3)
         e = v[:, t] - (k_t[..., None] * S_hat).sum(-2)                                        # (4)
         S = S_hat + kappa[..., None] * e[..., None, :]                                        # (5)
         p = p_hat / (1 + mu * pool(k_t.square()) / r_t * p_hat)                               # (6)
         o.append((q_t[..., None] * S).sum(-2))                                                # (7)
-    return torch.stack(o, 1) if o else v, S, p
+        variances.append((n.squeeze(-1), (p * q_t.square()).sum(-1), e.square().sum(-1)))
+    if not o:
+        return v, S, p, *[v[..., 0]] * 3
+    return torch.stack(o, 1), S, p, *(torch.stack(x, 1) for x in zip(*variances, strict=True))
 
 
 def _chunk(q, k, v, g, omega, r, S, p, mu, pool, chunk_size):
     if q.shape[1] == 0:
-        return v, S, p
-    o = []
+        return v, S, p, *[v[..., 0]] * 3
+    o, variances = [], []
     a, u = pool(g.exp().square()), mu * pool(k.square()) / r
     u_prev = torch.cat((torch.zeros_like(u[:, :1]), u[:, :-1]), 1)
     p_hat = p
@@ -202,7 +226,8 @@ def _chunk(q, k, v, g, omega, r, S, p, mu, pool, chunk_size):
         a_c, omega_c, u_c = (x.masked_fill(floored, at) for x, at in ((a_c, 0), (omega_c, MIN_COVARIANCE), (u_c, 0)))
         p_hat_c = _predict(p_hat, a_c, omega_c, u_c)                                          # (2), (6)
         p_hat = p_hat_c[:, :, -1]
-        kappa = p_hat_c * k_c / (r_c + (p_hat_c * k_c.square()).sum(-1, keepdim=True))        # (3)
+        n = (p_hat_c * k_c.square()).sum(-1, keepdim=True)
+        kappa = p_hat_c * k_c / (r_c + n)                                                     # (3)
 
         # innovations of the chunk: e = (I + A)^{-1} (v - Diag(e^G) k S), A_ij = k_i^T Diag(e^{G_i - G_j}) kappa_j for j < i
         G = g_c.cumsum(2)
@@ -213,7 +238,10 @@ def _chunk(q, k, v, g, omega, r, S, p, mu, pool, chunk_size):
         e = torch.linalg.solve_triangular(A_kk, v_c - (k_c * G.exp()) @ S, upper=False, unitriangular=True)   # (4)
         o.append(((q_c * G.exp()) @ S + A_qk @ e).transpose(1, 2))                            # (7)
         S = G[:, :, -1].exp().unsqueeze(-1) * S + (kappa * (G[:, :, -1:] - G).exp()).transpose(-1, -2) @ e    # (1), (5)
-    return torch.cat(o, 1), S, p_hat / (1 + u[:, -1] * p_hat)                                 # (6)
+        p_c = p_hat_c / (1 + mu.unsqueeze(1) * pool(k_c.square()) / r_c * p_hat_c)            # (6)
+        variances.append((n.squeeze(-1), (p_c * q_c.square()).sum(-1), e.square().sum(-1)))
+    variances = (torch.cat(x, 2).transpose(1, 2) for x in zip(*variances, strict=True))
+    return torch.cat(o, 1), S, p_c[:, :, -1], *variances
 
 
 def _predict(p_hat, a, omega, u_prev):
@@ -235,7 +263,7 @@ def _predict(p_hat, a, omega, u_prev):
 def _run(
     kernel, q, k, v, g, omega, r, scale, initial_state, initial_cov, output_final_state, covariance, info_scale,
     use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate, lower_bound, state_v_first, cu_seqlens, A_log, dt_bias,
-    use_noise_softplus_in_kernel, r_min, **kwargs,
+    use_noise_softplus_in_kernel, r_min, output_uncertainty, **kwargs,
 ):
     """Check and prepare the arguments, then run `kernel` on each sequence."""
     check_inputs(
@@ -258,6 +286,7 @@ def _run(
         dt_bias=dt_bias,
         use_noise_softplus_in_kernel=use_noise_softplus_in_kernel,
         r_min=r_min,
+        output_uncertainty=output_uncertainty,
         check_values=True,
     )
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
@@ -272,7 +301,7 @@ def _run(
     q, k, v, g, omega, r = (x.to(dtype) for x in (q, k, v, g, omega, r))
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
-    q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q * (K ** -0.5 if scale is None else scale), k))
+    q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
     g = log_decay(g, A_log, dt_bias, safe_gate, lower_bound)
     omega, r = noise(omega, r, use_noise_softplus_in_kernel, r_min)
     if covariance == 'isotropic':
@@ -283,13 +312,20 @@ def _run(
         return x if covariance == 'diagonal' else x.mean(-1, keepdim=True)
 
     if cu_seqlens is None:
-        o, S, p = kernel(*tokens, S, p, mu, pool, **kwargs)
+        o, S, p, *variances = kernel(*tokens, S, p, mu, pool, **kwargs)
     else:
         lens = cu_seqlens.diff().tolist()
         sequences = zip(*(x.split(lens, dim=1) for x in tokens), S.split(1), p.split(1), strict=True)
         results = [kernel(*sequence, mu, pool, **kwargs) for sequence in sequences]
-        o, S, p = (torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (1, 0, 0), strict=True))
-    if not output_final_state:
-        return o.to(o_dtype), None, None
-    S = S.transpose(-1, -2).contiguous() if state_v_first else S
-    return o.to(o_dtype), S, p if covariance == 'diagonal' else p.squeeze(-1)
+        o, S, p, *variances = (
+            torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (1, 0, 0, 1, 1, 1), strict=True)
+        )
+    o = (o * (K ** -0.5 if scale is None else scale)).to(o_dtype)
+    if output_final_state:
+        S, p = S.transpose(-1, -2).contiguous() if state_v_first else S, p if covariance == 'diagonal' else p.squeeze(-1)
+    else:
+        S = p = None
+    if not output_uncertainty:
+        return o, S, p
+    n, read_variance, squared_innovation = variances
+    return o, S, p, make_uncertainty(r, n, read_variance, squared_innovation, V, output_uncertainty)
