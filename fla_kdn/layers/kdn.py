@@ -15,11 +15,11 @@ import torch.nn as nn
 from einops import rearrange
 from fla.layers.utils import get_layer_cache, repad_hidden_states, unpad_hidden_states, update_layer_cache
 from fla.modules import FusedRMSNormGated, ShortConvolution
-from fla.ops.utils.index import prepare_lens
 from torch.nn import functional as F
 
+from fla_kdn.layers.utils import check_mask
 from fla_kdn.ops.kdn import chunk_kdn, fused_recurrent_kdn
-from fla_kdn.ops.kdn.inputs import COVARIANCES, LOWER_BOUND
+from fla_kdn.ops.kdn.inputs import COVARIANCES, LOWER_BOUND, check_cu_seqlens
 
 if TYPE_CHECKING:
     from fla.models.cache_utils import Cache
@@ -266,12 +266,6 @@ class KalmanDeltaNet(nn.Module):
         output_attentions: bool | None = False,
         **kwargs: Unpack[dict],
     ) -> tuple[torch.Tensor, torch.Tensor | None, Cache | None]:
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(
-                f'attention_mask must be a 0-1 matrix of shape [batch_size, seq_len] (0 indicating padding), '
-                f'got shape {list(attention_mask.shape)}.',
-            )
-
         batch_size, q_len, _ = hidden_states.shape
         if torch.is_grad_enabled():
             mode = 'chunk'
@@ -283,8 +277,10 @@ class KalmanDeltaNet(nn.Module):
         last_state = get_layer_cache(self, past_key_values) or {}
 
         cu_seqlens = kwargs.get('cu_seqlens')
+        check_cu_seqlens(cu_seqlens, batch_size, q_len)
+        check_mask(attention_mask, batch_size, q_len)
         # a cache has a row for each packed sequence, as long as the longest
-        num_tokens = int(prepare_lens(cu_seqlens).max()) if use_cache and cu_seqlens is not None else q_len
+        num_tokens = int(cu_seqlens.diff().max()) if use_cache and cu_seqlens is not None else q_len
         hidden_states, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, q_len)
 
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)

@@ -33,16 +33,19 @@ def accept_cache_argument(forward: Callable) -> Callable:
             kwargs['past_key_values'] = cache
         return forward(self, *args, **kwargs)
 
-    _declare_cache(wrapper)
-    return wrapper
+    return declare_arguments(wrapper, ('cache',))
 
 
-def _declare_cache(function: Callable) -> None:
-    """Show `cache` in the signature of `function`, which `generate` reads to tell typing errors from arguments."""
+def declare_arguments(function: Callable, names: tuple[str, ...]) -> Callable:
+    """Show keywords that `function` takes among others in its signature.
+
+    By that `generate` tells arguments from typing errors, and `Trainer` which columns of a data set to keep.
+    """
     signature = inspect.signature(function)
     *parameters, kwargs = signature.parameters.values()
-    parameters.append(inspect.Parameter('cache', inspect.Parameter.KEYWORD_ONLY, default=None))
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     function.__signature__ = signature.replace(parameters=[*parameters, kwargs])
+    return function
 
 
 def fix_fla_generation() -> None:
@@ -61,6 +64,6 @@ def fix_fla_generation() -> None:
             inputs['past_key_values'] = inputs.pop('cache')
         return inputs
 
-    _declare_cache(prepare_inputs_for_generation)
+    declare_arguments(prepare_inputs_for_generation, ('cache',))
     prepare_inputs_for_generation._cache_renamed = True
     FLAGenerationMixin.prepare_inputs_for_generation = prepare_inputs_for_generation

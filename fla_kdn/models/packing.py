@@ -10,6 +10,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fla_kdn.layers.utils import check_mask
+from fla_kdn.ops.kdn.inputs import check_cu_seqlens
+
+# what tells the borders of packed sequences, and transformers' further arguments for them
+PACKING = ('cu_seqlens', 'cu_seq_lens_q', 'cu_seq_lens_k', 'max_length_q', 'max_length_k', 'position_ids')
+
 
 def resolve_padding_and_packing(
     tokens: torch.Tensor,
@@ -37,20 +43,22 @@ def resolve_padding_and_packing(
     B, T = tokens.shape[:2]
     if cu_seqlens is None:
         cu_seqlens = cu_seq_lens_q
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f'`cu_seqlens` describes sequences packed into one row; got a batch of {B} rows.')
+    check_cu_seqlens(cu_seqlens, B, T)
+    check_mask(attention_mask, B, T)
     if attention_mask is not None:
-        if attention_mask.ndim != 2 or len(attention_mask) != B or attention_mask.shape[1] < T:
-            raise ValueError(
-                f'attention_mask must be a 0-1 matrix of shape [batch_size, seq_len] (0 indicating padding) for at least the '
-                f'{T} tokens of {B} rows, got shape {list(attention_mask.shape)}.',
-            )
         attention_mask = attention_mask[:, -T:]
+        if attention_mask.is_floating_point() and not ((attention_mask == 0) | (attention_mask == 1)).all():
+            raise ValueError('attention_mask must be a 0-1 matrix (0 indicating padding), not one that is added to scores.')
         if attention_mask.all():
             attention_mask = None
         elif cu_seqlens is not None:
             raise ValueError('attention_mask marks padding in a packed batch: leave out the padding, or `cu_seqlens`.')
-    if cu_seqlens is None and position_ids is not None:
+    if cu_seqlens is not None:
+        # FLA keeps what it derives from a tensor as long as the tensor lives, also after a change of its values
+        cu_seqlens = cu_seqlens[:]
+    elif position_ids is not None and T > 1:
+        if position_ids.ndim != 2 or position_ids.shape[1] != T:
+            raise ValueError(f'position_ids must have shape [batch_size, {T}], got {list(position_ids.shape)}.')
         if attention_mask is None:
             starts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=False)
         else:

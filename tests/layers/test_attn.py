@@ -21,7 +21,7 @@ from fla.models.cache_utils import Cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fla_kdn.layers import Attention
+from fla_kdn.layers import Attention, KalmanDeltaNet
 
 HEADS = 4
 # 300 is more than the shortest block of queries
@@ -238,18 +238,22 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize('how', ['plain', 'padded', 'packed'])
+@pytest.mark.parametrize('how', ['plain', 'padded', 'packed', 'packed-cached'])
 def test_linear_in_the_length(how):
     """Memory and work of a window; a mask of all pairs of 8,192 tokens would have 67 million elements."""
     layer = make_layer(window_size=16, dtype=torch.float32)
     seen = {}
     for T in (4096, 8192):
         options = {'attention_mask': random_mask(1, T)} if how == 'padded' else {}
-        options |= {'cu_seqlens': torch.tensor([0, 3, T // 3, T])} if how == 'packed' else {}
+        if how.startswith('packed'):
+            # one long sequence among many short ones
+            options['cu_seqlens'] = torch.cat((torch.tensor([0]), torch.arange(T // 2, T + 1, 8)))
+        if how.endswith('cached'):
+            options |= {'past_key_values': Cache(), 'use_cache': True}
         x = make_input(1, T, torch.float32).requires_grad_()
         with Largest() as seen[T]:
             layer(x, **options)[0].sum().backward()
-    assert seen[8192].largest <= 2.01 * seen[4096].largest and seen[8192].largest <= 8192 * 32
+    assert seen[8192].largest <= 2.01 * seen[4096].largest and seen[8192].largest <= 8192 * 33
     assert seen[8192].total <= 2.1 * seen[4096].total
 
 
@@ -272,10 +276,18 @@ def test_contradictory_options(options):
         make_layer(**options)
 
 
-@pytest.mark.parametrize('shape', [(2, 9), (2, 1, 10, 10), (10,)], ids=str)
-def test_mask_of_a_wrong_shape(shape):
+@pytest.mark.parametrize('shape', [(2, 9), (1, 10), (2, 1, 10, 10), (10,)], ids=str)
+@pytest.mark.parametrize('layer', [Attention, KalmanDeltaNet])
+def test_mask_of_a_wrong_shape(layer, shape):
     with pytest.raises(ValueError, match='attention_mask must be a 0-1 matrix'):
-        make_layer()(make_input(2, 10), attention_mask=torch.ones(shape))
+        layer(hidden_size=32, num_heads=2)(make_input(2, 10, torch.float32), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize('cu_seqlens', [[0, 3, 8], [0, 3, 20], [2, 10], [3, 7], [0, 7, 3, 10], [0., 10.], [10]], ids=str)
+@pytest.mark.parametrize('layer', [Attention, KalmanDeltaNet])
+def test_lengths_that_do_not_fit(layer, cu_seqlens):
+    with pytest.raises(ValueError, match='`cu_seqlens` must'):
+        layer(hidden_size=32, num_heads=2)(make_input(1, 10, torch.float32), cu_seqlens=torch.tensor(cu_seqlens))
 
 
 def test_a_cache_needs_the_index_of_the_layer():

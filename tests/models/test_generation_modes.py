@@ -306,7 +306,7 @@ def test_size_of_the_cache(options):
             tensors = [x for part in state.values() if part is not None for x in part]
             if isinstance(layer.attn, Attention):
                 length = T if layer.attn.window_size is None else min(T, WINDOW)
-                assert [x.shape[:2] for x in tensors] == [(2, length)] * 3
+                assert [x.shape[:2] for x in tensors] == [(2, length)] * 2
             kept = [(x.untyped_storage().nbytes(), x.numel() * x.element_size()) for x in tensors]
             assert all(a <= b for a, b in kept), kept
             sizes[num_tokens] += sum(b for _, b in kept)

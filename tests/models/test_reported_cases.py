@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import math
 import pickle
 
@@ -22,10 +23,13 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, rel
 from fla.models.cache_utils import Cache
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from utils import CACHE, OPTIONS, greedy, make_ids, make_model
 
+from fla_kdn import KDNForCausalLM
 from fla_kdn.layers import Attention
+from fla_kdn.models.packing import PACKING
 
 KINDS = [pytest.param(OPTIONS[name], id=name) for name in ('diagonal', 'isotropic', 'hybrid')]
 LOSSES = {
@@ -530,3 +534,71 @@ def test_second_device(options):
     for name, x in results[0].items():
         assert_close(results[1][name].float(), x.float(), 0 if name == 'tokens' else 1e-3, name)
     assert torch.cuda.current_device() == 0
+
+
+# ---- what tools do to a model
+
+
+def test_columns_that_trainer_keeps():
+    """Borders of packed sequences in a data set reach the model; `Trainer` drops columns that `forward` does not name."""
+    parameters = inspect.signature(KDNForCausalLM.forward).parameters
+    assert {*PACKING, 'cache', 'input_ids', 'labels'} <= set(parameters)
+
+
+def test_label_smoothing():
+    """`Trainer` shifts the labels of models it knows to predict the next token."""
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES['kdn'] == 'KDNForCausalLM'
+
+
+@pytest.mark.parametrize('criterion', [
+    torch.nn.CrossEntropyLoss(ignore_index=0), torch.nn.CrossEntropyLoss(weight=torch.arange(1., 51.)),
+], ids=['ignored-token', 'weighted'])
+def test_criterion_of_the_user(criterion):
+    model, ids = make_model(), make_ids(2, 20)
+    labels = ids.where(ids % 3 > 0, 0)
+    model.criterion = criterion
+    shifted = F.pad(labels[:, 1:], (0, 1), value=criterion.ignore_index)
+    want = criterion(full_logits(model, ids).flatten(0, 1), shifted.flatten())
+    assert_close(model(ids, labels=labels).loss, want, 1e-6, 'loss')
+
+
+@pytest.mark.parametrize('options', KINDS)
+def test_hook_on_a_projection(options):
+    """A hook on any of them is called, also where a fused function would use the weight alone."""
+    model, ids, called = make_model(**options), make_ids(1, 9), set()
+    names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+    model(ids, labels=ids)
+    assert called == names
+
+
+@pytest.mark.parametrize('position_ids', [[0, 1, 0, 1], [[0, 1, 0]], [[[0, 1, 0, 1]]]], ids=str)
+def test_position_ids_of_a_wrong_shape(position_ids):
+    with pytest.raises(ValueError, match='position_ids must have shape'):
+        make_model()(make_ids(1, 4), position_ids=torch.tensor(position_ids))
+
+
+def test_mask_that_is_added():
+    for mask in (torch.tensor([[0., -math.inf, 0.]]), torch.tensor([[0., 0., torch.finfo(torch.float32).min]])):
+        with pytest.raises(ValueError, match='0-1 matrix'):
+            make_model()(make_ids(1, 3), attention_mask=mask)
+
+
+@pytest.mark.parametrize('options', KINDS)
+@torch.no_grad()
+def test_lengths_changed_in_place(options):
+    """Nothing derived from the old values is kept."""
+    model, ids, cu_seqlens = make_model(**options), make_ids(1, 20), torch.tensor([0, 5, 20])
+    model(ids, cu_seqlens=cu_seqlens)
+    cu_seqlens.copy_(torch.tensor([0, 12, 20]))
+    assert torch.equal(model(ids, cu_seqlens=cu_seqlens).logits, model(ids, cu_seqlens=cu_seqlens.clone()).logits)
+
+
+def test_arguments_of_generate():
+    model, ids = make_model(), make_ids(1, 9)
+    assert torch.equal(model.generate(ids, None, LogitsProcessorList(), max_new_tokens=3, do_sample=False, pad_token_id=0),
+                       generate(model, ids, max_new_tokens=3))
+    for name, value in (('cu_seqlens', torch.tensor([0, 9])), ('position_ids', torch.arange(9)[None])):
+        with pytest.raises(ValueError, match=name):
+            generate(model, ids, **{name: value})

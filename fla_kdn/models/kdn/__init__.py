@@ -6,6 +6,7 @@
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fla_kdn.models.kdn.configuration_kdn import KDNConfig
 from fla_kdn.models.kdn.modeling_kdn import KDNForCausalLM, KDNModel
@@ -13,5 +14,7 @@ from fla_kdn.models.kdn.modeling_kdn import KDNForCausalLM, KDNModel
 AutoConfig.register(KDNConfig.model_type, KDNConfig, exist_ok=True)
 AutoModel.register(KDNConfig, KDNModel, exist_ok=True)
 AutoModelForCausalLM.register(KDNConfig, KDNForCausalLM, exist_ok=True)
+# by this list `Trainer` knows which models predict the next token, where it smooths labels
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[KDNConfig.model_type] = KDNForCausalLM.__name__
 
 __all__ = ['KDNConfig', 'KDNForCausalLM', 'KDNModel']

@@ -22,10 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fla_kdn.layers.attn import Attention
 from fla_kdn.layers.kdn import KalmanDeltaNet
-from fla_kdn.models.compat import accept_cache_argument
+from fla_kdn.models.compat import accept_cache_argument, declare_arguments
 from fla_kdn.models.kdn.configuration_kdn import KDNConfig
 from fla_kdn.models.kdn.model_card import TAGS, make_model_card
-from fla_kdn.models.packing import resolve_padding_and_packing
+from fla_kdn.models.packing import PACKING, resolve_padding_and_packing
 
 if TYPE_CHECKING:
     from transformers.generation import GenerationConfig
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a weight may be used past its module: not one with an adapter, quantized, or brought to memory by a hook."""
-    return type(linear) is nn.Linear and not hasattr(linear, '_hf_hook')
+    """Whether a weight may be used past its module: not one with an adapter, or with a hook, that brings it to memory, say."""
+    return type(linear) is nn.Linear and not (
+        hasattr(linear, '_hf_hook') or linear._forward_hooks or linear._forward_pre_hooks)
 
 
 class KDNMLP(GatedMLP):
@@ -233,7 +234,7 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
 
         self.post_init()
 
-    forward = accept_cache_argument(FLAForCausalLM.forward)
+    forward = declare_arguments(accept_cache_argument(FLAForCausalLM.forward), PACKING)
 
     def _compute_logits_and_loss(
         self,
@@ -250,7 +251,7 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         # a batch without a target has the loss 0, where a mean would be 0 / 0
         if num_items_in_batch is not None:
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        elif labels is not None:
+        elif labels is not None and self.criterion is None:
             targets = (labels[..., 1:] != -100).sum()
             # FLA's l2warp is scaled for the mean
             if not self.config.use_l2warp or targets == 0:
@@ -265,13 +266,23 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         )
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs) -> None:
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         card = Path(save_directory, 'README.md')
         if is_main_process and not card.exists():
+            card.parent.mkdir(parents=True, exist_ok=True)
             make_model_card(self.config, self.num_parameters()).save(card)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
-    def generate(self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs):
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args,
+        **kwargs,
+    ):
         config = self.generation_config if generation_config is None else generation_config
         if kwargs.get('penalty_alpha', getattr(config, 'penalty_alpha', None)):
             raise ValueError('`penalty_alpha` asks for contrastive search, which takes tokens back; a memory cannot.')
-        return super().generate(inputs, generation_config, **kwargs)
+        for name in PACKING:
+            if kwargs.get(name) is not None:
+                raise ValueError(f'{name}: `generate` continues rows, whose positions it counts itself.')
+        return super().generate(inputs, generation_config, *args, **kwargs)

@@ -139,16 +139,7 @@ def check_inputs(
         _check_shape('omega', omega, (B, T, HV), "[B, T, HV] (covariance='isotropic')")
     _check_shape('r', r, (B, T, HV), '[B, T, HV]')
 
-    if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
-            raise ValueError(
-                f'`cu_seqlens` must be integers of shape [N+1], N >= 1; got {cu_seqlens.dtype} {list(cu_seqlens.shape)}.',
-            )
-        if B != 1:
-            raise ValueError(
-                f'The batch size is expected to be 1 rather than {B} when using `cu_seqlens`. '
-                f'Please flatten variable-length inputs before processing.',
-            )
+    check_cu_seqlens(cu_seqlens, B, T, check_values)
     N = num_sequences(q, cu_seqlens)
     if initial_state is not None:
         if initial_state.shape[0] != N:
@@ -192,11 +183,35 @@ def check_inputs(
     if r_min > 0 and not use_noise_softplus_in_kernel:
         raise ValueError('`r_min` is only used with `use_noise_softplus_in_kernel=True`.')
 
-    if check_values or q.device.type == 'cpu' or os.environ.get('FLA_KDN_DEBUG') == '1':
+    if check_values or _are_values_checked(q):
         _check_values(
-            q, k, v, g, omega, r, initial_state, initial_cov, info_scale, cu_seqlens, A_log, dt_bias,
+            q, k, v, g, omega, r, initial_state, initial_cov, info_scale, A_log, dt_bias,
             noise_is_raw=use_noise_softplus_in_kernel,
         )
+
+
+def check_cu_seqlens(cu_seqlens: torch.LongTensor | None, B: int, T: int, check_values: bool = False) -> None:
+    """Raise a `ValueError` unless `cu_seqlens`, if given, divides one row of T tokens; values as in :func:`check_inputs`."""
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f'`cu_seqlens` must be integers of shape [N+1], N >= 1; got {cu_seqlens.dtype} {list(cu_seqlens.shape)}.',
+        )
+    if B != 1:
+        raise ValueError(
+            f'The batch size is expected to be 1 rather than {B} when using `cu_seqlens`. '
+            f'Please flatten variable-length inputs before processing.',
+        )
+    if check_values or _are_values_checked(cu_seqlens):
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != T or any(s > e for s, e in zip(bounds, bounds[1:], strict=False)):
+            shown = bounds if len(bounds) <= 12 else f'{bounds[:6]} ... {bounds[-6:]}'
+            raise ValueError(f'`cu_seqlens` must start at 0, never decrease and end at T={T}, got {shown}.')
+
+
+def _are_values_checked(x: torch.Tensor) -> bool:
+    return x.device.type == 'cpu' or os.environ.get('FLA_KDN_DEBUG') == '1'
 
 
 def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], names: str) -> None:
@@ -210,13 +225,8 @@ def _check_state_dtype(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _check_values(
-    q, k, v, g, omega, r, initial_state, initial_cov, info_scale, cu_seqlens, A_log, dt_bias, noise_is_raw,
+    q, k, v, g, omega, r, initial_state, initial_cov, info_scale, A_log, dt_bias, noise_is_raw,
 ) -> None:
-    if cu_seqlens is not None:
-        bounds, T = cu_seqlens.tolist(), q.shape[1]
-        if bounds[0] != 0 or bounds[-1] != T or any(s > e for s, e in zip(bounds, bounds[1:], strict=False)):
-            shown = bounds if len(bounds) <= 12 else f'{bounds[:6]} ... {bounds[-6:]}'
-            raise ValueError(f'`cu_seqlens` must start at 0, never decrease and end at T={T}, got {shown}.')
     others = {'initial_state': initial_state, 'initial_cov': initial_cov, 'A_log': A_log, 'dt_bias': dt_bias}
     for name, x in {'q': q, 'k': k, 'v': v, 'g': g, 'omega': omega, 'r': r, **others}.items():
         if x is not None and not x.isfinite().all():
