@@ -18,7 +18,7 @@ from fla.modules import FusedRMSNormGated, ShortConvolution
 from torch.nn import functional as F
 
 from fla_kdn.layers.utils import check_mask
-from fla_kdn.ops.kdn import chunk_kdn, fused_recurrent_kdn
+from fla_kdn.ops.kdn import KDNUncertainty, chunk_kdn, fused_recurrent_kdn
 from fla_kdn.ops.kdn.inputs import COVARIANCES, LOWER_BOUND, check_cu_seqlens
 
 if TYPE_CHECKING:
@@ -265,7 +265,15 @@ class KalmanDeltaNet(nn.Module):
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         **kwargs: Unpack[dict],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Cache | None]:
+    ) -> tuple[torch.Tensor, KDNUncertainty | None, Cache | None]:
+        """
+        FLA's layer interface.
+
+        Args:
+            output_uncertainty (bool | str, Optional):
+                Among the keywords; as that of :func:`chunk_kdn`. The second return is then what is known of each token,
+                `[batch_size, seq_len, num_v_heads]`, 0 for padding. Default: `False`.
+        """
         batch_size, q_len, _ = hidden_states.shape
         if torch.is_grad_enabled():
             mode = 'chunk'
@@ -305,7 +313,7 @@ class KalmanDeltaNet(nn.Module):
 
         memory, cov = last_state.get('recurrent_state') or (None, self.prior_covariance())
         kdn = chunk_kdn if mode == 'chunk' else fused_recurrent_kdn
-        o, memory, cov = kdn(
+        o, memory, cov, *uncertainty = kdn(
             q=q,
             k=k,
             v=v,
@@ -324,6 +332,7 @@ class KalmanDeltaNet(nn.Module):
             lower_bound=self.lower_bound,
             state_v_first=True,
             cu_seqlens=cu_seqlens,
+            output_uncertainty=kwargs.get('output_uncertainty', False),
         )
         if use_cache:
             update_layer_cache(
@@ -337,8 +346,11 @@ class KalmanDeltaNet(nn.Module):
         o = self.o_norm(o, rearrange(self.g_proj(hidden_states), '... (h d) -> ... h d', d=self.head_v_dim))
         o = self.o_proj(rearrange(o, 'b t h d -> b t (h d)'))
         o = repad_hidden_states(o, indices, batch_size, q_len)
+        uncertainty = KDNUncertainty(*(
+            None if x is None else repad_hidden_states(x, indices, batch_size, q_len) for x in uncertainty[0]
+        )) if uncertainty else None
 
-        return o, None, past_key_values
+        return o, uncertainty, past_key_values
 
     def prior_covariance(self) -> torch.Tensor:
         """Covariance before the first token, `[num_v_heads]`."""

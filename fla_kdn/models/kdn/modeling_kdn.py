@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from fla.models.modeling_utils import FLAForCausalLM, FLAModel, FLAPreTrainedMod
 from fla.modules import GatedMLP, RMSNorm
 from fla.modules.activations import powglu, swiglu
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fla_kdn.layers.attn import Attention
 from fla_kdn.layers.kdn import KalmanDeltaNet
@@ -29,8 +32,9 @@ from fla_kdn.models.packing import PACKING, resolve_padding_and_packing
 
 if TYPE_CHECKING:
     from transformers.generation import GenerationConfig
-    from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.processing_utils import Unpack
+
+    from fla_kdn.ops.kdn import KDNUncertainty
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -46,6 +50,20 @@ class KDNMLP(GatedMLP):
             return super().forward(x, **kwargs)
         gate, y = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(swiglu(gate, y) if self.hidden_act == 'swish' else powglu(gate, y, self.powglu_power))
+
+
+@dataclass
+class KDNModelOutputWithPast(BaseModelOutputWithPast):
+    """With `output_uncertainty`: what is known of each token in every layer, `None` for layers of attention."""
+
+    uncertainty: tuple[KDNUncertainty | None, ...] | None = None
+
+
+@dataclass
+class KDNCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """With `output_uncertainty`: what is known of each token in every layer, `None` for layers of attention."""
+
+    uncertainty: tuple[KDNUncertainty | None, ...] | None = None
 
 
 class KDNBlock(GradientCheckpointingLayer):
@@ -107,11 +125,12 @@ class KDNBlock(GradientCheckpointingLayer):
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         attnres_states: None = None,
+        uncertainties: list[KDNUncertainty | None] | None = None,
         **kwargs: Unpack[dict],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Cache | None, None]:
+    ) -> tuple[torch.Tensor, None, Cache | None, None]:
         residual = hidden_states
         hidden_states = self.attn_norm(hidden_states)
-        hidden_states, attentions, past_key_values = self.attn(
+        hidden_states, uncertainty, past_key_values = self.attn(
             hidden_states=hidden_states,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
@@ -119,6 +138,8 @@ class KDNBlock(GradientCheckpointingLayer):
             output_attentions=output_attentions,
             **kwargs,
         )
+        if uncertainties is not None:
+            uncertainties.append(uncertainty)
         if self.config.fuse_norm:
             hidden_states, residual = self.mlp_norm(hidden_states, residual, True)
         else:
@@ -128,7 +149,7 @@ class KDNBlock(GradientCheckpointingLayer):
         hidden_states = residual + self.mlp(hidden_states, **kwargs)
 
         # the fourth is for FLA's attention residuals, which KDN does not have
-        return hidden_states, attentions, past_key_values, None
+        return hidden_states, None, past_key_values, None
 
 
 class KDNPreTrainedModel(FLAPreTrainedModel):
@@ -186,12 +207,14 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         position_ids: torch.LongTensor | None = None,
+        output_uncertainty: bool | str = False,
         **kwargs: Unpack[dict],
-    ) -> tuple | BaseModelOutputWithPast:
+    ) -> tuple | KDNModelOutputWithPast:
         """
-        FLA's forward pass. Sequences may be packed into one row, their borders given by FLA's `cu_seqlens`, by transformers'
-        `cu_seq_lens_q`, or by `position_ids` that restart; the other names of transformers' padding-free batches are accepted
-        and say nothing more.
+        FLA's forward pass; `output_uncertainty` is that of :func:`chunk_kdn`.
+
+        Sequences may be packed into one row, their borders given by FLA's `cu_seqlens`, by transformers' `cu_seq_lens_q`, or
+        by `position_ids` that restart; transformers' other names for padding-free batches are accepted and say nothing more.
         """
         if past_key_values is not None and not isinstance(past_key_values, Cache):
             raise TypeError(
@@ -207,7 +230,8 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
                 position_ids=position_ids,
                 has_past=past_key_values is not None and past_key_values.get_seq_length() > 0,
             )
-        return super().forward(
+        uncertainties = [] if output_uncertainty else None
+        outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
@@ -217,8 +241,17 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
             output_hidden_states=output_hidden_states,
             return_dict=return_dict,
             cu_seqlens=cu_seqlens,
+            output_uncertainty=output_uncertainty,
+            uncertainties=uncertainties,
             **kwargs,
         )
+        if uncertainties is None:
+            return outputs
+        # not those of a second run for gradient checkpoints
+        uncertainties = tuple(uncertainties)
+        if isinstance(outputs, tuple):
+            return *outputs, uncertainties
+        return KDNModelOutputWithPast(**outputs, uncertainty=uncertainties)
 
 
 class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
@@ -234,7 +267,50 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
 
         self.post_init()
 
-    forward = declare_arguments(accept_cache_argument(FLAForCausalLM.forward), PACKING)
+    @functools.partial(declare_arguments, names=PACKING)
+    @accept_cache_argument
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | torch.Tensor | None = 0,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        output_uncertainty: bool | str = False,
+        **kwargs: Unpack[dict],
+    ) -> tuple | KDNCausalLMOutputWithPast:
+        """FLA's forward pass, with :meth:`KDNModel.forward` as the base model's."""
+        seen = []
+        handle = self.model.register_forward_hook(lambda *args: seen.append(args[-1])) if output_uncertainty else None
+        try:
+            outputs = super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                past_key_values=past_key_values,
+                labels=labels,
+                use_cache=use_cache,
+                output_attentions=output_attentions,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+                logits_to_keep=logits_to_keep,
+                num_items_in_batch=num_items_in_batch,
+                output_uncertainty=output_uncertainty,
+                **kwargs,
+            )
+        finally:
+            if handle is not None:
+                handle.remove()
+        if not output_uncertainty or isinstance(outputs, tuple):
+            return outputs
+        # FLA makes its output of the fields it knows
+        return KDNCausalLMOutputWithPast(**outputs, uncertainty=seen[0].uncertainty)
 
     def _compute_logits_and_loss(
         self,
@@ -277,12 +353,31 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         inputs: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *args,
+        output_uncertainty: bool | str = False,
         **kwargs,
     ):
+        """transformers' `generate`. With `output_uncertainty` and `return_dict_in_generate` the output has a further field,
+        `uncertainty`, that of each step; the first is of the whole prompt."""
         config = self.generation_config if generation_config is None else generation_config
-        if kwargs.get('penalty_alpha', getattr(config, 'penalty_alpha', None)):
+
+        def option(name):
+            return kwargs.get(name, getattr(config, name, None))
+
+        if option('penalty_alpha'):
             raise ValueError('`penalty_alpha` asks for contrastive search, which takes tokens back; a memory cannot.')
         for name in PACKING:
             if kwargs.get(name) is not None:
                 raise ValueError(f'{name}: `generate` continues rows, whose positions it counts itself.')
-        return super().generate(inputs, generation_config, *args, **kwargs)
+        if not output_uncertainty:
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        if not option('return_dict_in_generate') or (option('num_beams') or 1) > 1:
+            raise ValueError('`output_uncertainty` needs `return_dict_in_generate=True`, and one beam.')
+        steps = []
+        handle = self.register_forward_hook(lambda *args: steps.append(args[-1].uncertainty))
+        try:
+            output = super().generate(
+                inputs, generation_config, *args, output_uncertainty=output_uncertainty, **kwargs)
+        finally:
+            handle.remove()
+        output['uncertainty'] = tuple(steps)
+        return output
