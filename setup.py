@@ -32,6 +32,7 @@ setup(
     extras_require={
         'compare': COMPARE,
         'examples': EXAMPLES,
+        'inspect': ['matplotlib'],
         'test': [*COMPARE, *EXAMPLES, 'trl', 'pytest', 'pytest-timeout', 'pytest-xdist', 'ruff==0.17.*'],
     },
     classifiers=[
