@@ -10,6 +10,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 COMPARE = ['matplotlib', 'rich', 'safetensors']
+EVALS = ['lm_eval>=0.4.13,<0.5', *COMPARE]
 EXAMPLES = ['accelerate', 'peft']
 
 setup(
@@ -31,9 +32,10 @@ setup(
     ],
     extras_require={
         'compare': COMPARE,
+        'evals': EVALS,
         'examples': EXAMPLES,
         'inspect': ['matplotlib'],
-        'test': [*COMPARE, *EXAMPLES, 'trl', 'pytest', 'pytest-timeout', 'pytest-xdist', 'ruff==0.17.*'],
+        'test': [*EVALS, *EXAMPLES, 'trl', 'pytest', 'pytest-timeout', 'pytest-xdist', 'ruff==0.17.*'],
     },
     classifiers=[
         'Programming Language :: Python :: 3',

@@ -1,0 +1,89 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""Shared by the evaluations: models, texts and arguments."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import fla_kdn  # noqa: F401
+from benchmarks.compare.data import DOCUMENT_END, read_documents
+from fla_kdn.models.compat import fix_fla_generation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
+
+
+def positive(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f'{value!r} is no positive number')
+    return int(value)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens are bytes, as in the models of `benchmarks.compare`; there are no special tokens."""
+    vocabulary = {f'<0x{byte:02X}>': byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    # a text may be longer than any context
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; bytes if its folder has none and its vocabulary is 256."""
+    if Path(path).is_dir() and not any(Path(path).glob('tokenizer*')):
+        vocab_size = AutoConfig.from_pretrained(path).vocab_size
+        if vocab_size != 256:
+            raise ValueError(
+                f'MODEL {path} has no tokenizer: expected its files there, or a vocab_size of 256 for bytes, got {vocab_size}',
+            )
+        return byte_tokenizer()
+    return AutoTokenizer.from_pretrained(path)
+
+
+def load(path: str, dtype: str = 'auto') -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model for evaluation, on a GPU if there is one, and its tokenizer."""
+    fix_fla_generation()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings('ignore', category=FutureWarning)
+    try:
+        tokenizer = load_tokenizer(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except OSError as error:
+        raise ValueError(f'MODEL {path} is neither a folder with a model nor the name of one: {error}') from None
+    return model.to('cuda' if torch.cuda.is_available() else 'cpu').eval(), tokenizer
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Tells a model from one that was trained on, saved under the same name."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text_fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_text(text: str | None) -> str:
+    """The documents of a file or folder one after another, or the documentation that ships with Python."""
+    documents = read_documents(text)
+    return DOCUMENT_END.join(documents[name] for name in sorted(documents))
