@@ -43,6 +43,8 @@ def resolve_padding_and_packing(
     B, T = tokens.shape[:2]
     if cu_seqlens is None:
         cu_seqlens = cu_seq_lens_q
+    elif cu_seq_lens_q is not None:
+        raise ValueError('`cu_seqlens` and `cu_seq_lens_q` are two names of one argument: give one of them.')
     check_cu_seqlens(cu_seqlens, B, T)
     check_mask(attention_mask, B, T)
     if attention_mask is not None:

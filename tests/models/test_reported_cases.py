@@ -573,6 +573,11 @@ def test_hook_on_a_projection(options):
     assert called == names
 
 
+def test_lengths_under_both_names():
+    with pytest.raises(ValueError, match='two names of one argument'):
+        make_model()(make_ids(1, 4), cu_seqlens=torch.tensor([0, 4]), cu_seq_lens_q=torch.tensor([0, 2, 4]))
+
+
 @pytest.mark.parametrize('position_ids', [[0, 1, 0, 1], [[0, 1, 0]], [[[0, 1, 0, 1]]]], ids=str)
 def test_position_ids_of_a_wrong_shape(position_ids):
     with pytest.raises(ValueError, match='position_ids must have shape'):
