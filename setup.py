@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 
 COMPARE = ['matplotlib', 'rich', 'safetensors']
 EVALS = ['lm_eval>=0.4.13,<0.5', *COMPARE]
-EXAMPLES = ['accelerate', 'peft']
+EXAMPLES = ['accelerate', 'datasets', 'peft']
 
 setup(
     name='fla-kdn',

@@ -1,0 +1,299 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""
+Pretrain a language model: KDN, a hybrid, KDA or any other that `AutoModelForCausalLM` knows. README.md here tells more.
+
+    python examples/pretrain.py --model kdn-750m-diagonal --data FILES --tokenizer NAME --output_dir runs/kdn
+    torchrun --nproc_per_node 8 examples/pretrain.py ...the same...
+    python examples/pretrain.py --model kdn-750m-diagonal --dry_run
+    python examples/pretrain.py export runs/kdn/checkpoint-1000 models/kdn
+
+The same command again goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from fla.models.modeling_utils import FLAPreTrainedModel
+from pretraining.data import Batches, Lane, load_documents, load_tokenizer
+from pretraining.shapes import GIB, PRESETS, costs, count, make_config, meta_model, token_budget
+from pretraining.trainer import DATA, STATE, PretrainingTrainer, checkpoints, export
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerState, TrainingArguments, set_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# of --dry_run: numbers of GPUs, and the share of an H100 that is assumed where no speed is given
+GPUS = (1, 8, 16, 64)
+ASSUMED_MFU, ASSUMED_PEAK = 0.4, 989e12
+
+
+@dataclass
+class PretrainingArguments(TrainingArguments):
+    """The paper's recipe by default; fields of `TrainingArguments` that are not here have its defaults."""
+
+    model: str = field(default='', metadata={'help': f'preset ({", ".join(PRESETS)}), or file or folder with a config'})
+    config_overrides: dict | str | None = field(default=None, metadata={'help': 'fields of the config, as JSON'})
+    attn_implementation: str | None = field(default=None, metadata={'help': 'kernel of softmax attention, as in transformers'})
+
+    data: str = field(default='', metadata={'help': 'file, folder or pattern of parquet, JSON lines or text; or hub data set'})
+    data_config: str | None = field(default=None, metadata={'help': 'config of a hub data set'})
+    data_split: str = field(default='train', metadata={'help': 'split of a hub data set'})
+    text_column: str = field(default='text', metadata={'help': 'column with the text of a document'})
+    tokenizer: str = field(default='', metadata={'help': "folder or hub name; 'bytes' for one token per byte"})
+    seq_len: int = field(default=4096, metadata={'help': 'tokens of a row'})
+    packing: Literal['documents', 'concatenated'] = field(default='documents', metadata={
+        'help': 'whether documents in a row are kept apart (documents), or read as one text as in the paper (concatenated)'})
+    shuffle_block: int = field(default=1024, metadata={'help': 'documents that are shuffled together'})
+    lanes: int = field(default=64, metadata={
+        'help': 'streams of documents, a multiple of processes times workers; fewer if the rows of a step are no multiple'})
+
+    train_tokens: float | None = field(default=None, metadata={'help': "tokens of the run; default: the paper's for the size"})
+    batch_tokens: int = field(default=128 * 4096, metadata={'help': 'tokens of an optimizer step, over all processes'})
+    parallel: Literal['fsdp', 'ddp'] = field(default='fsdp', metadata={'help': 'how several GPUs share the model'})
+    peak_tflops: float | None = field(default=None, metadata={'help': 'dense bf16 TFLOP/s of the GPU, for the mfu'})
+    dry_run: bool = field(default=False, metadata={'help': 'only print what the run would cost'})
+    tokens_per_second: float | None = field(default=None, metadata={'help': 'speed of a GPU, for --dry_run'})
+
+    learning_rate: float = 4e-4
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.1
+    lr_scheduler_type: str = 'cosine_with_min_lr'
+    lr_scheduler_kwargs: dict | str | None = None
+    warmup_steps: float = 0.01
+    per_device_train_batch_size: int = 4
+    bf16: bool | None = field(default=None, metadata={'help': 'bf16 autocast over fp32 weights; default: on GPUs'})
+    logging_steps: float = 10
+    save_steps: float = 1000
+    save_total_limit: int | None = 3
+    dataloader_num_workers: int = 1
+    # a NaN is to be seen
+    logging_nan_inf_filter: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.config_overrides, str):
+            self.config_overrides = json.loads(self.config_overrides)
+        if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == 'cosine_with_min_lr':
+            self.lr_scheduler_kwargs = {'min_lr_rate': 0.1}
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.bf16 is None:
+            self.bf16 = not self.use_cpu
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False
+        # the stream of rows takes itself up again
+        self.ignore_data_skip = True
+        super().__post_init__()
+        self._set_batches()
+        # one process has one GPU
+        self._n_gpu = min(self.n_gpu, 1)
+        self.checkpoints_activations = bool(self.gradient_checkpointing)
+        if self.parallel == 'fsdp' and self.world_size > 1:
+            self.fsdp_plugin_args = {
+                'fsdp_version': 2,
+                'auto_wrap_policy': 'transformer_based_wrap',
+                'state_dict_type': 'SHARDED_STATE_DICT',
+                'cpu_ram_efficient_loading': False,
+                'activation_checkpointing': self.gradient_checkpointing,
+                # weights are gathered in fp32 and autocast rounds them, as on one GPU: decays in bf16 would be others
+                'mixed_precision_policy': MixedPrecisionPolicy(),
+            }
+            # FSDP's own, with which a block is gathered once less
+            self.gradient_checkpointing = self.activation_checkpointing = False
+
+    def _set_batches(self) -> None:
+        """Set the number of micro-batches, and check that rows, processes, workers and lanes go together."""
+        processes, rows = self.world_size, self.batch_tokens // self.seq_len
+        if self.batch_tokens % self.seq_len or rows % processes or rows == 0:
+            unit = self.seq_len * processes
+            raise ValueError(
+                f'--batch_tokens {self.batch_tokens} is not a number of rows of --seq_len {self.seq_len} for each of '
+                f'{processes} processes; {unit * max(1, round(self.batch_tokens / unit))} would be.',
+            )
+        self.lanes = math.gcd(self.lanes, rows)
+        readers = processes * max(1, self.dataloader_num_workers)
+        if self.lanes % readers:
+            raise ValueError(
+                f'{self.lanes} lanes, the common part of --lanes and the {rows} rows of a step, cannot be shared out to '
+                f'{processes} processes of {self.dataloader_num_workers} workers: change --dataloader_num_workers or --lanes.',
+            )
+        rows //= processes
+        self.per_device_train_batch_size = min(self.per_device_train_batch_size, rows)
+        if rows % self.per_device_train_batch_size:
+            raise ValueError(
+                f'--per_device_train_batch_size {self.per_device_train_batch_size} does not divide the {rows} rows that a '
+                f'process has in a step of {self.batch_tokens} tokens.',
+            )
+        self.gradient_accumulation_steps = rows // self.per_device_train_batch_size
+
+    def set_steps(self) -> None:
+        """Set the number of steps from the number of tokens, if that of steps is not given."""
+        if self.max_steps > 0:
+            return
+        tokens = self.train_tokens or token_budget(self.model)
+        if tokens is None:
+            raise ValueError(f'--train_tokens: say how many tokens; the paper has no run of the size of {self.model}.')
+        if tokens < self.batch_tokens:
+            raise ValueError(f'--train_tokens {tokens:g} is less than one step of --batch_tokens {self.batch_tokens}.')
+        self.max_steps = int(tokens // self.batch_tokens)
+
+
+def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
+    """What a run would cost, on several numbers of GPUs."""
+    cost, tokens = costs(meta_model(config), args.seq_len), args.max_steps * args.batch_tokens
+    speed = args.tokens_per_second or ASSUMED_MFU * ASSUMED_PEAK / cost.flops_per_token
+    basis = '' if args.tokens_per_second else f' ({ASSUMED_MFU:.0%} of {ASSUMED_PEAK / 1e12:.0f} TFLOP/s)'
+    rows = args.per_device_train_batch_size * args.seq_len
+    lines = [
+        f'parameters              {cost.parameters:,}, without embeddings {cost.non_embedding:,}',
+        f'state of a sequence     {cost.state_bytes:,} bytes',
+        f'FLOPs of a token        {count(cost.flops_per_token)}FLOP, forward and backward',
+        f'run                     {count(tokens)}tokens, {args.max_steps:,} steps of {args.batch_tokens:,}; '
+        f'{count(tokens * cost.flops_per_token)}FLOP',
+        f'speed                   {speed:,.0f} tokens a second and GPU{basis}',
+        '',
+        f'{"GPUs":>6}{"days":>10}{"GiB on each":>14}   with micro-batches of {rows:,} tokens at most, estimated',
+    ]
+    for gpus in GPUS:
+        micro = min(rows, args.batch_tokens // gpus)
+        memory = cost.memory(micro, gpus, args.parallel, args.checkpoints_activations, micro * gpus < args.batch_tokens)
+        lines.append(f'{gpus:>6}{tokens / speed / gpus / 86400:>10.1f}{memory / GIB:>14.1f}')
+    return '\n'.join(lines)
+
+
+def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
+    """The checkpoint to go on from: the one that is named, or the newest whole one of the run."""
+    whole = checkpoints(args.output_dir)
+    if args.resume_from_checkpoint:
+        path = Path(args.resume_from_checkpoint)
+        if path not in checkpoints(path.parent):
+            raise ValueError(f'--resume_from_checkpoint: {path} is not a whole checkpoint.')
+    elif whole:
+        path = whole[-1]
+    else:
+        return None
+    stored = json.loads((path / DATA).read_text())['settings']
+    different = [f'{key} was {stored.get(key)} and is now {x}' for key, x in settings.items() if stored.get(key) != x]
+    if different:
+        raise ValueError(f'{path} was made with other settings: {"; ".join(different)}. A new run needs another --output_dir.')
+    return path
+
+
+def make_model(args: PretrainingArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    """New weights in fp32, the same for a seed on any number of processes."""
+    set_seed(args.seed)
+    options = {} if args.attn_implementation is None else {'attn_implementation': args.attn_implementation}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    if args.packing == 'documents' and not isinstance(model, FLAPreTrainedModel):
+        raise ValueError(
+            f'--packing documents tells documents apart by cu_seqlens, which {type(model).__name__} does not know; '
+            'use --packing concatenated.',
+        )
+    return model
+
+
+def digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
+    """The trainer of a run, which knows where the run goes on; `None` if there is nothing to train."""
+    config = make_config(args.model, args.config_overrides)
+    args.set_steps()
+    if args.dry_run:
+        print(describe(args, config))
+        return None
+    for name in ('data', 'tokenizer'):
+        if not getattr(args, name):
+            raise ValueError(f'--{name} is missing.')
+    tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
+    for name in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
+        setattr(config, name, getattr(tokenizer, name))
+    seed = args.seed if args.data_seed is None else args.data_seed
+    documents, fingerprint = load_documents(args.data, args.data_config, args.data_split, args.text_column)
+    settings = {
+        'weights': digest([(name, list(x.shape)) for name, x in meta_model(config).state_dict().items()]),
+        'data': fingerprint,
+        'tokenizer': digest(sorted(tokenizer.get_vocab().items())),
+        'data_seed': seed,
+        **{name: getattr(args, name) for name in ('seq_len', 'packing', 'shuffle_block', 'lanes', 'batch_tokens')},
+    }
+    checkpoint = find_checkpoint(args, settings)
+    is_main = args.process_index == 0
+    if is_main:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        for path in Path(args.output_dir).glob('partial-*'):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in set(Path(args.output_dir).glob('checkpoint-*')) - set(checkpoints(args.output_dir)):
+            print(f'{path} is not whole and is passed over')
+    if checkpoint is not None:
+        done = TrainerState.load_from_json(checkpoint / STATE).global_step
+        if is_main:
+            print(f'{checkpoint} is the end of this run' if done >= args.max_steps else f'going on from {checkpoint}')
+        if done >= args.max_steps:
+            return None
+    args.resume_from_checkpoint = None if checkpoint is None else str(checkpoint)
+
+    lanes = [
+        Lane(documents, tokenizer, args.text_column, args.seq_len, args.shuffle_block, seed, index, args.lanes)
+        for index in range(args.process_index, args.lanes, args.world_size)
+    ]
+    batches = Batches(lanes, args.per_device_train_batch_size, args.packing, args.dataloader_num_workers)
+    model = make_model(args, config)
+    return PretrainingTrainer(model, args, processing_class=tokenizer, batches=batches, settings=settings)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    is_main, trainer = os.environ.get('RANK', '0') == '0', None
+    try:
+        if argv[:1] == ['export']:
+            if len(argv) != 3:
+                raise ValueError('export takes a checkpoint and a new folder.')
+            export(*argv[1:])
+            return 0
+        args, = HfArgumentParser(PretrainingArguments, description=__doc__).parse_args_into_dataclasses(argv)
+        trainer = prepare(args)
+        if trainer is not None:
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            if is_main:
+                last = checkpoints(args.output_dir)[-1]
+                print(f'for from_pretrained: python examples/pretrain.py export {last} FOLDER')
+        if dist.is_initialized():
+            # if DDP were the last to hold the process group, it would wait for gloo's threads while it has the GIL they need
+            trainer = None
+            gc.collect()
+            dist.destroy_process_group()
+    except FloatingPointError as error:
+        if is_main:
+            print(f'pretrain.py: error: {error}', file=sys.stderr)
+        return 1
+    except ValueError as error:
+        # before training it is that of all processes
+        if is_main or trainer is not None:
+            print(f'pretrain.py: error: {error}', file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

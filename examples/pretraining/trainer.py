@@ -1,0 +1,265 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""transformers' `Trainer` with what a long run needs: checkpoints that are whole or not there, and a log that tells more."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import gather_object
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
+
+from fla_kdn.models.optim import DecayByNameMixin
+from pretraining.health import measure_health
+from pretraining.shapes import GIB, costs, meta_model, peak_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from pretraining.data import Batches
+
+# what a checkpoint holds, beside config and tokenizer
+WEIGHTS, SCHEDULER, DATA, STATE = 'distcp', 'scheduler.pt', 'data.json', 'trainer_state.json'
+# seconds between attempts to save the end of a run
+RETRY_SECONDS = 60
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = [path for path in Path(folder).glob('checkpoint-*') if re.fullmatch(r'checkpoint-\d+', path.name)]
+    complete = [path for path in found if all((path / name).exists() for name in (f'{WEIGHTS}/.metadata', DATA, STATE))]
+    return sorted(complete, key=lambda path: int(path.name.rpartition('-')[2]))
+
+
+def export(checkpoint: str | Path, folder: str | Path) -> PreTrainedModel:
+    """Write model and tokenizer of a checkpoint into a folder for `from_pretrained`, in fp32."""
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    if not (checkpoint / WEIGHTS / '.metadata').exists():
+        raise ValueError(f'{checkpoint} is not a checkpoint; those of a run are the folders checkpoint-* in its --output_dir.')
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f'{folder} is not empty.')
+    config = AutoConfig.from_pretrained(checkpoint)
+    # the trainer turns it off
+    config.use_cache = True
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    load_weights(model, checkpoint)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    return model
+
+
+def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
+    state = {'model': get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=Path(checkpoint, WEIGHTS))
+    set_model_state_dict(model, state['model'])
+
+
+class PretrainingTrainer(DecayByNameMixin, Trainer):
+    """
+    A `Trainer` on :class:`Batches`.
+
+    Checkpoints are those of `torch.distributed.checkpoint` under FSDP, DDP and on one device, so each can go on from the
+    others' and on any number of processes. One is written under another name and renamed when it is whole; if that fails,
+    for instance on a full disk, training goes on and the next save is the next attempt. Before an update with a gradient
+    that is not finite the run stops, and keeps the batch.
+    """
+
+    def __init__(self, *args, batches: Batches, settings: dict, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches = batches
+        # what has to stay the same when the run goes on
+        self.settings = settings
+        self.flops_per_token = costs(meta_model(self.model.config), self.args.seq_len).flops_per_token
+        self.peak_flops = 1e12 * self.args.peak_tflops if self.args.peak_tflops else peak_flops()
+        # those of this step
+        self.micro_batches = []
+        # time and step of the last log
+        self.last_log = None
+
+    def get_train_dataloader(self) -> Batches:
+        return self.batches
+
+    # ---- steps
+
+    def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+        if self.last_log is None:
+            self.last_log = time.perf_counter(), self.state.global_step
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.micro_batches and self.micro_batches[0]['step'] != self.state.global_step:
+            self.micro_batches.clear()
+        self.micro_batches.append({'step': self.state.global_step, 'inputs': inputs, 'loss': loss})
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | float | None = None) -> torch.Tensor | float:
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # the norm is that of all processes: they stop together
+        if not torch.isfinite(torch.as_tensor(grad_norm)).all():
+            self._stop(float(grad_norm))
+        return grad_norm
+
+    def _stop(self, grad_norm: float) -> None:
+        step = self.state.global_step + 1
+        folder = Path(self.args.output_dir, f'nonfinite-{step}')
+        losses = [batch['loss'].item() for batch in self.micro_batches]
+
+        def keep() -> None:
+            folder.mkdir(exist_ok=True)
+            content = {'micro_batches': self.micro_batches, 'lanes': self.batches.positions}
+            torch.save(content, folder / f'process-{self.args.process_index}.pt')
+
+        error = self._attempt(keep)
+        kept = f'could not be saved ({error})' if error else f'is in {folder}'
+        last = checkpoints(self.args.output_dir)
+        raise FloatingPointError(
+            f'step {step}: the norm of the gradient is {grad_norm}, the losses of this process are {losses}. The weights were '
+            f'not changed. The batch {kept}; the last checkpoint is {last[-1] if last else "none"}. The same command goes on '
+            'from there, and comes to the same batch: lower --learning_rate, or start again with another --seed.',
+        )
+
+    # ---- log
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        step, now = self.state.global_step, time.perf_counter()
+        # share of the run; the stream of rows has no end
+        self.state.epoch = step / self.state.max_steps
+        if 'loss' in logs:
+            start, first = self.last_log
+            rate = (step - first) * self.args.batch_tokens / (now - start) / self.args.world_size
+            logs['tokens'] = step * self.args.batch_tokens
+            logs['tokens_per_second_per_gpu'] = rate
+            if self.peak_flops:
+                logs['mfu'] = rate * self.flops_per_token / self.peak_flops
+            if self.args.device.type == 'cuda':
+                logs['memory_gib'] = torch.cuda.max_memory_allocated() / GIB
+            else:
+                logs['memory_gib'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+            logs |= self._health()
+            self.last_log = time.perf_counter(), step
+        super().log(logs, start_time)
+
+    def _health(self) -> dict[str, float]:
+        """Of one row of the last micro-batch."""
+        inputs, length = self.micro_batches[-1]['inputs'], self.args.seq_len
+        input_ids, bounds = inputs['input_ids'][:1, :length].to(self.args.device), inputs.get('cu_seqlens')
+        if bounds is not None:
+            bounds = bounds.to(self.args.device)
+            bounds = torch.cat((bounds[bounds < length], bounds.new_tensor([length])))
+        health = measure_health(self.model, input_ids, bounds)
+        # a forward pass without a backward leaves weights whole
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return health
+
+    # ---- checkpoints
+
+    def _attempt(self, action: Callable[[], None], on_main_process: bool = False) -> str | None:
+        """Run `action` on all processes or the main one; the first error of any, on all of them."""
+        error = None
+        if self.args.process_index == 0 or not on_main_process:
+            try:
+                action()
+            except (OSError, RuntimeError, CheckpointException) as e:
+                error = f'{type(e).__name__}: {e}'
+        return next((x for x in gather_object([error]) if x is not None), None)
+
+    def _save_checkpoint(self, model: nn.Module, trial: None = None) -> None:
+        start = time.perf_counter()
+        self.store_flos()
+        positions = {}
+        for part in gather_object([self.batches.positions]):
+            positions |= part
+        folder = Path(self.args.output_dir, f'checkpoint-{self.state.global_step}')
+        partial = folder.with_name(f'partial-{folder.name}')
+        while error := self._write(partial, folder, positions):
+            is_end = self.state.global_step >= self.state.max_steps
+            if self.args.process_index == 0:
+                then = f'The next attempt is in {RETRY_SECONDS} seconds.' if is_end else 'Training goes on, to the next save.'
+                print(
+                    f'{folder.name} could not be saved: {error}\n'
+                    f'Make room in {self.args.output_dir}; the checkpoints before it are as they were. {then}',
+                    file=sys.stderr,
+                )
+            if not is_end:
+                break
+            time.sleep(RETRY_SECONDS)
+        if self.last_log is not None:
+            self.last_log = self.last_log[0] + time.perf_counter() - start, self.last_log[1]
+
+    def _write(self, partial: Path, folder: Path, positions: dict[int, dict]) -> str | None:
+        """Write a checkpoint; the error, if there was one."""
+        state = {
+            'model': get_model_state_dict(self.model),
+            'optimizer': get_optimizer_state_dict(self.model, self._bare_optimizer()),
+        }
+
+        def begin() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        def write_weights() -> None:
+            dcp.save(state, checkpoint_id=partial / WEIGHTS)
+
+        def finish() -> None:
+            torch.save(self.lr_scheduler.state_dict(), partial / SCHEDULER)
+            (partial / DATA).write_text(json.dumps({'settings': self.settings, 'lanes': positions}))
+            self.model.config.save_pretrained(partial)
+            self.processing_class.save_pretrained(partial)
+            self.state.save_to_json(partial / STATE)
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial.rename(folder)
+            if self.args.save_total_limit:
+                for path in checkpoints(folder.parent)[:-self.args.save_total_limit]:
+                    # what is deleted in part must not look whole
+                    shutil.rmtree(path.rename(path.with_name(f'partial-{path.name}')), ignore_errors=True)
+
+        error = (
+            self._attempt(begin, on_main_process=True)
+            or self._attempt(write_weights)
+            or self._attempt(finish, on_main_process=True)
+        )
+        if error and self.args.process_index == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        return error
+
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, 'optimizer', self.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_weights(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        optimizer = self._bare_optimizer()
+        state = {'optimizer': get_optimizer_state_dict(self.model, optimizer)}
+        dcp.load(state, checkpoint_id=Path(checkpoint, WEIGHTS))
+        set_optimizer_state_dict(self.model, optimizer, state['optimizer'])
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+        self.batches.load_positions(json.loads(Path(checkpoint, DATA).read_text())['lanes'])
