@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.compare.report import draw
-from benchmarks.compare.runs import write_json
+from benchmarks.compare.runs import load_result, write_json
 from evals.common import DTYPES, load, positive, read_text, text_fingerprint, weights_fingerprint
 from evals.haystack import ANSWER_TOKENS, TASKS, Haystack, make_samples, score
 
@@ -98,21 +97,6 @@ def evaluate(
     return {'accuracy': sum(x['score'] for x in results) / len(results), 'samples': results}
 
 
-def load_finished(path: Path, settings: dict) -> dict | None:
-    """The result of a finished cell; raises if it was made with other settings."""
-    if not path.exists():
-        return None
-    stored = json.loads(path.read_text())
-    found = stored['settings']
-    different = [
-        f'{key} was {found.get(key)!r} and is now {settings.get(key)!r}'
-        for key in sorted({*settings, *found}) if found.get(key) != settings.get(key)
-    ]
-    if different:
-        raise ValueError(f'--output: {path} was made with other settings: {"; ".join(different)}')
-    return stored['result']
-
-
 def plot(content: dict) -> Figure:
     """Accuracy by task and length."""
     accuracy = content['accuracy']
@@ -150,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         cells = {(task, length): {**shared, 'task': task, 'length': length} for task in tasks for length in lengths}
         files = {cell: args.output / 'cells' / f'{cell[0]}-{cell[1]}.json' for cell in cells}
-        results = {cell: load_finished(files[cell], settings) for cell, settings in cells.items()}
+        results = {cell: load_result(files[cell], settings, '--output') for cell, settings in cells.items()}
     except ValueError as error:
         parser.error(str(error))
 

@@ -77,21 +77,23 @@ def write_json(path: Path, content: dict) -> None:
     os.replace(temporary, path)
 
 
+def load_result(path: Path, settings: dict, option: str) -> dict | None:
+    """The result in a file, `None` if there is none; raises, naming the option, if it was made with other settings."""
+    if not path.exists():
+        return None
+    stored = json.loads(path.read_text())
+    # as it looks after a round trip through JSON
+    wanted, found = json.loads(json.dumps(settings)), stored['settings']
+    different = [
+        f'{key} was {found.get(key)!r} and is now {wanted.get(key)!r}'
+        for key in sorted({*wanted, *found}) if found.get(key) != wanted.get(key)
+    ]
+    if different:
+        raise ValueError(f'{option}: {path} was made with other settings: {"; ".join(different)}')
+    return stored['result']
+
+
 def load_finished(out: Path, settings: dict[Run, dict]) -> dict[Run, dict]:
     """Results of finished runs; raises if one was made with other settings."""
-    finished = {}
-    for run, wanted in settings.items():
-        path = result_file(out, run)
-        if not path.exists():
-            continue
-        stored = json.loads(path.read_text())
-        # as it looks after a round trip through JSON
-        wanted, found = json.loads(json.dumps(wanted)), stored['settings']
-        different = [
-            f'{key} was {found.get(key)!r} and is now {wanted.get(key)!r}'
-            for key in sorted({*wanted, *found}) if found.get(key) != wanted.get(key)
-        ]
-        if different:
-            raise ValueError(f'--resume: {path} was made with other settings: {"; ".join(different)}')
-        finished[run] = stored['result']
-    return finished
+    results = {run: load_result(result_file(out, run), wanted, '--resume') for run, wanted in settings.items()}
+    return {run: result for run, result in results.items() if result is not None}

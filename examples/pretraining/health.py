@@ -12,11 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
 from fla_kdn import KalmanDeltaNet
-from fla_kdn.ops.kdn.gain import CovarianceScan
-from fla_kdn.ops.kdn.inputs import LOWER_BOUND, expand_cov, expand_info_scale, l2norm, log_decay, noise
+from fla_kdn.ops.kdn.inputs import LOWER_BOUND
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,28 +27,12 @@ def layer_health(layer: KalmanDeltaNet, x: torch.Tensor, cu_seqlens: torch.LongT
 
     A token writes with the strength `k^T kappa = n / (r + n)`, `n = k^T P^ k`: that share of the error at its key it corrects.
     """
-    k = layer.k_proj(x)
-    k = layer.k_conv1d(x=k, cu_seqlens=cu_seqlens)[0] if layer.use_short_conv else F.silu(k)
-    k = l2norm(k.float().unflatten(-1, (-1, layer.head_k_dim)))
-    k2 = k.square().repeat_interleave(layer.num_v_heads // layer.num_heads, dim=2)
-    g = layer.f_proj(x).float().unflatten(-1, (-1, layer.head_k_dim))
-    g = log_decay(g, layer.A_log, layer.dt_bias)
+    p_hat, _, g = layer.predicted_covariance(x, cu_seqlens)
     floor = LOWER_BOUND if layer.lower_bound is None else layer.lower_bound
     at_floor = (g <= floor).float().mean() if layer.safe_gate else g.new_zeros(())
-    if layer.safe_gate:
-        g = g.clamp(min=floor)
-    parts = layer.noise(x)
-    omega, r = noise(parts.pop('omega').float(), parts.pop('r').float(), **parts)
-    r = r.unsqueeze(-1)
-    mu = layer.log_info_scale.exp() if layer.learn_info_scale else layer.info_scale
-    mu = expand_info_scale(mu, k, layer.num_v_heads).unsqueeze(-1)
-    a, seen = (2 * g).exp(), mu * k2
-    if layer.covariance == 'isotropic':
-        a, seen, omega = a.mean(-1, keepdim=True), seen.mean(-1, keepdim=True), omega.unsqueeze(-1)
-    p0 = expand_cov(layer.prior_covariance(), layer.covariance, k, layer.num_v_heads, cu_seqlens)
-    p_hat = CovarianceScan.apply(a, omega, seen / r, p0, cu_seqlens)
-    n = (p_hat * k2).sum(-1, keepdim=True)
-    return torch.stack(((n / (r + n)).mean(), *p_hat.aminmax(), at_floor))
+    # past the hooks of the layer, one of which may have called this
+    _, uncertainty, _ = layer.forward(x, cu_seqlens=cu_seqlens, output_uncertainty=True)
+    return torch.stack((uncertainty.write_strength.mean(), *p_hat.aminmax(), at_floor))
 
 
 @torch.no_grad()

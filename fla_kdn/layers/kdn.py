@@ -19,7 +19,17 @@ from torch.nn import functional as F
 
 from fla_kdn.layers.utils import check_mask
 from fla_kdn.ops.kdn import KDNUncertainty, chunk_kdn, fused_recurrent_kdn
-from fla_kdn.ops.kdn.inputs import COVARIANCES, LOWER_BOUND, check_cu_seqlens
+from fla_kdn.ops.kdn.gain import CovarianceScan
+from fla_kdn.ops.kdn.inputs import (
+    COVARIANCES,
+    LOWER_BOUND,
+    check_cu_seqlens,
+    expand_cov,
+    expand_info_scale,
+    l2norm,
+    log_decay,
+    noise,
+)
 
 if TYPE_CHECKING:
     from fla.models.cache_utils import Cache
@@ -374,3 +384,26 @@ class KalmanDeltaNet(nn.Module):
         else:
             r = self.r_min + F.softplus(r.float())
         return {'omega': omega, 'r': r}
+
+    def predicted_covariance(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.LongTensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For looking at a layer: Phat of each token `[B, T, num_v_heads, head_k_dim]` (diagonal) or `[B, T, num_v_heads, 1]`
+        (isotropic), its squared key and its log decay, both `[B, T, num_v_heads, head_k_dim]`; fp32, in PyTorch."""
+        k = self.k_proj(hidden_states)
+        k = self.k_conv1d(x=k, cu_seqlens=cu_seqlens)[0] if self.use_short_conv else F.silu(k)
+        k = l2norm(k.float().unflatten(-1, (-1, self.head_k_dim)))
+        k2 = k.square().repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
+        g = self.f_proj(hidden_states).float().unflatten(-1, (-1, self.head_k_dim))
+        g = log_decay(g, self.A_log, self.dt_bias, self.safe_gate, self.lower_bound)
+        parts = self.noise(hidden_states)
+        omega, r = noise(parts.pop('omega').float(), parts.pop('r').float(), **parts)
+        mu = self.log_info_scale.float().exp() if self.learn_info_scale else self.info_scale
+        mu = expand_info_scale(mu, k, self.num_v_heads).unsqueeze(-1)
+        a, u = (2 * g).exp(), mu * k2 / r.unsqueeze(-1)
+        if self.covariance == 'isotropic':
+            a, u, omega = a.mean(-1, keepdim=True), u.mean(-1, keepdim=True), omega.unsqueeze(-1)
+        p0 = expand_cov(self.prior_covariance(), self.covariance, k, self.num_v_heads, cu_seqlens)
+        return CovarianceScan.apply(a, omega, u, p0, cu_seqlens), k2, g

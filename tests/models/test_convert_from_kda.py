@@ -22,7 +22,7 @@ from fla.layers import attn as fla_attn
 from fla.models import KDAConfig, KDAForCausalLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from utils import make_ids, randomize
+from utils import SIZES, make_ids, randomize
 
 from fla_kdn import KalmanDeltaNet, KDNForCausalLM
 from fla_kdn.layers import Attention
@@ -47,16 +47,7 @@ NEW = {
 
 
 def make_kda_config(**options) -> KDAConfig:
-    return KDAConfig(**{
-        'hidden_size': 32,
-        'num_hidden_layers': 2,
-        'num_heads': 2,
-        'head_dim': 8,
-        'vocab_size': 50,
-        'bos_token_id': None,
-        'eos_token_id': None,
-        **options,
-    })
+    return KDAConfig(**{**SIZES, **options})
 
 
 @functools.cache

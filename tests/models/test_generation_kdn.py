@@ -13,33 +13,24 @@ every token from an empty memory. So the reference is the full forward pass, of 
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import utils
 from conftest import assert_close
 from utils import CACHE, OPTIONS, greedy, make_ids, make_model
 
 NAMED_OPTIONS = [pytest.param(options, id=name) for name, options in OPTIONS.items()]
 LENGTHS = [1, 5, 70]
 NEW = 10
-
-
-def generate(model, ids: torch.Tensor, cache=None, **kwargs):
-    """Greedy unless told otherwise; `cache` under the name of it in this version of transformers."""
-    if cache is not None:
-        kwargs[CACHE] = cache
-    return model.generate(ids, **{'max_new_tokens': NEW, 'do_sample': False, 'pad_token_id': 0, **kwargs})
+generate = functools.partial(utils.generate, max_new_tokens=NEW)
+reference = functools.partial(utils.reference, num_tokens=NEW)
 
 
 def left_pad(ids: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long()
     return ids * mask, mask
-
-
-def reference(model, ids: torch.Tensor, num_tokens: int = NEW) -> torch.Tensor:
-    """Greedy without a cache; it must depend on more than the last token."""
-    expected = greedy(model, ids, num_tokens)
-    assert not torch.equal(expected, greedy(model, ids, num_tokens, context=1)), 'no memory is needed for these tokens'
-    return expected
 
 
 @pytest.mark.parametrize('T', LENGTHS)

@@ -10,14 +10,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+import utils
 from conftest import assert_close, rel
 from fla.models.cache_utils import Cache
 from transformers import CompileConfig, StaticCache
-from utils import CACHE, OPTIONS, greedy, make_ids, make_model
+from utils import OPTIONS, greedy, make_ids, make_model
 
 from fla_kdn.layers import Attention
 
@@ -29,19 +31,8 @@ ALL_KINDS = {
 KINDS = [pytest.param(options, id=name) for name, options in ALL_KINDS.items() if name != 'hybrid-no-window']
 HYBRIDS = [pytest.param(options, id=name) for name, options in ALL_KINDS.items() if 'attn' in options]
 NEW = 8
-
-
-def generate(model, ids: torch.Tensor | None = None, cache=None, **kwargs):
-    if cache is not None:
-        kwargs[CACHE] = cache
-    return model.generate(ids, **{'max_new_tokens': NEW, 'do_sample': False, 'pad_token_id': 0, **kwargs})
-
-
-def reference(model, ids: torch.Tensor, num_tokens: int = NEW) -> torch.Tensor:
-    """Greedy without a cache; it must depend on more than the last token."""
-    expected = greedy(model, ids, num_tokens)
-    assert not torch.equal(expected, greedy(model, ids, num_tokens, context=1)), 'no memory is needed for these tokens'
-    return expected
+generate = functools.partial(utils.generate, max_new_tokens=NEW)
+reference = functools.partial(utils.reference, num_tokens=NEW)
 
 
 def left_padded(B: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,7 +284,7 @@ def test_with_and_without_cache(options):
 def test_size_of_the_cache(options):
     """Of a memory it stays, and of keys is at most the window; nothing longer is kept alive behind a view."""
     model, ids, sizes = make_model(**options), make_ids(2, 10), {}
-    expected = reference(model, ids, 50)
+    expected = reference(model, ids, num_tokens=50)
     for num_tokens in (1, 10, 50):
         output = generate(model, ids, max_new_tokens=num_tokens, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected[:, :10 + num_tokens])

@@ -13,6 +13,7 @@ What a cached run is held to is the full forward pass of each sequence alone, wi
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import inspect
 import math
@@ -21,11 +22,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+import utils
 from conftest import assert_close, rel
 from fla.models.cache_utils import Cache
 from transformers import DynamicCache, LogitsProcessorList
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from utils import CACHE, OPTIONS, greedy, make_ids, make_model
+from utils import OPTIONS, make_ids, make_model
 
 from fla_kdn import KDNForCausalLM
 from fla_kdn.layers import Attention
@@ -39,19 +41,8 @@ LOSSES = {
 }
 NAMED_LOSSES = [pytest.param(options, id=name) for name, options in LOSSES.items()]
 NEW = 8
-
-
-def generate(model, ids: torch.Tensor, cache=None, **kwargs):
-    if cache is not None:
-        kwargs[CACHE] = cache
-    return model.generate(ids, **{'max_new_tokens': NEW, 'do_sample': False, 'pad_token_id': 0, **kwargs})
-
-
-def reference(model, ids: torch.Tensor, num_tokens: int = NEW) -> torch.Tensor:
-    """Greedy without a cache; it must depend on more than the last token."""
-    expected = greedy(model, ids, num_tokens)
-    assert not torch.equal(expected, greedy(model, ids, num_tokens, context=1)), 'no memory is needed for these tokens'
-    return expected
+generate = functools.partial(utils.generate, max_new_tokens=NEW)
+reference = functools.partial(utils.reference, num_tokens=NEW)
 
 
 @torch.no_grad()

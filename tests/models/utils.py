@@ -52,17 +52,20 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+# of a tiny model
+SIZES = {
+    'hidden_size': 32,
+    'num_hidden_layers': 2,
+    'num_heads': 2,
+    'head_dim': 8,
+    'vocab_size': 50,
+    'bos_token_id': None,
+    'eos_token_id': None,
+}
+
+
 def make_config(**options) -> KDNConfig:
-    return KDNConfig(**{
-        'hidden_size': 32,
-        'num_hidden_layers': 2,
-        'num_heads': 2,
-        'head_dim': 8,
-        'vocab_size': 50,
-        'bos_token_id': None,
-        'eos_token_id': None,
-        **options,
-    })
+    return KDNConfig(**{**SIZES, **options})
 
 
 def make_model(seed: int = 0, **options) -> KDNForCausalLM:
@@ -93,6 +96,20 @@ def greedy(
         if attention_mask is not None:
             attention_mask = torch.cat((attention_mask, attention_mask.new_ones(len(ids), 1)), 1)
     return ids
+
+
+def generate(model: nn.Module, ids: torch.Tensor | None = None, cache=None, **kwargs):
+    """Greedy unless told otherwise; `cache` under the name of it in this version of transformers."""
+    if cache is not None:
+        kwargs[CACHE] = cache
+    return model.generate(ids, **{'do_sample': False, 'pad_token_id': 0, **kwargs})
+
+
+def reference(model: nn.Module, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Greedy without a cache; it must depend on more than the last token."""
+    expected = greedy(model, ids, num_tokens)
+    assert not torch.equal(expected, greedy(model, ids, num_tokens, context=1)), 'no memory is needed for these tokens'
+    return expected
 
 
 def run_python(code: str, *args: str, **env: str) -> str:

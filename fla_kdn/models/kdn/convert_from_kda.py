@@ -63,8 +63,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fla_kdn.layers.kdn import KalmanDeltaNet
 from fla_kdn.models.kdn.configuration_kdn import KDNConfig
 from fla_kdn.models.kdn.modeling_kdn import KDNForCausalLM
-from fla_kdn.ops.kdn.gain import CovarianceScan
-from fla_kdn.ops.kdn.inputs import COVARIANCES, l2norm, log_decay
+from fla_kdn.ops.kdn.inputs import COVARIANCES, log_decay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,8 +143,8 @@ def convert_kda(
         if isinstance(new.attn, KalmanDeltaNet):
             _set_noise(old.attn, new.attn)
     if input_ids is not None:
-        for kda_layer, kdn_layer, x in _layers(model, kdn, input_ids):
-            _fit_omega(kda_layer, kdn_layer, x)
+        for _, kdn_layer, x in _layers(model, kdn, input_ids):
+            _fit_omega(kdn_layer, x)
     return kdn.train(model.training)
 
 
@@ -168,35 +167,16 @@ def _set_noise(kda: KimiDeltaAttention, kdn: KalmanDeltaNet) -> None:
     kdn.prior_precision.fill_(1 / COVARIANCE - 0.1)
 
 
-def _fit_omega(kda: KimiDeltaAttention, kdn: KalmanDeltaNet, x: torch.Tensor) -> None:
+def _fit_omega(kdn: KalmanDeltaNet, x: torch.Tensor) -> None:
     """Scale omega to a mean predicted covariance of s on the inputs `x` `[B, T, hidden_size]` of a layer."""
     bias = _last_projection(kdn).bias
     for _ in range(ROUNDS):
-        p_hat, k2, _ = _covariance(kda, kdn, x)
-        k2 = _pool(kdn, k2)
+        p_hat, k2, _ = kdn.predicted_covariance(x)
+        # a channel without keys has a mean, too
+        k2 = _pool(kdn, k2.clamp(min=1e-12))
         mean = (k2 * p_hat).sum((0, 1)) / k2.sum((0, 1))
         omega = F.softplus(bias.float()) * COVARIANCE / mean.flatten()
         bias.copy_(_inverse_softplus(omega))
-
-
-def _covariance(
-    kda: KimiDeltaAttention,
-    kdn: KalmanDeltaNet,
-    x: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Predicted covariance `[B, T, HV, K]` (diagonal) or `[B, T, HV, 1]` (isotropic), squared keys `[B, T, HV, K]` and
-    observation noise `[B, T, HV, 1]` of KDN on the inputs `x` `[B, T, hidden_size]` of a layer."""
-    k = kda.k_proj(x)
-    k = kda.k_conv1d(x=k)[0] if kda.use_short_conv else F.silu(k)
-    k2 = l2norm(k.float().unflatten(-1, (-1, kda.head_k_dim))).square()
-    # a channel without keys has a mean, too
-    k2 = k2.repeat_interleave(kda.num_v_heads // kda.num_heads, dim=2).clamp(min=1e-12)
-    a = _pool(kdn, (2 * _log_decay(kda, kdn, kda.f_proj(x))).exp())
-    omega = F.softplus(kdn.omega_proj(x).float()).view_as(a)
-    r = (kdn.r_min + F.softplus(kdn.r_proj(x).float())).unsqueeze(-1)
-    p0 = kdn.prior_covariance().view(1, -1, 1).expand_as(a[:, 0])
-    p_hat = CovarianceScan.apply(a, omega, _info_scale(kdn) * _pool(kdn, k2) / r, p0, None)
-    return p_hat, k2, r
 
 
 def _layers(
@@ -220,10 +200,9 @@ def write_strengths(
     """Mean beta and mean write strength `k^T kappa` of each head, `[HV]`, on the activations of the KDA model, by layer."""
     means = {}
     for kda_layer, kdn_layer, x in _layers(model, kdn, input_ids):
-        p_hat, k2, r = _covariance(kda_layer, kdn_layer, x)
-        n = (p_hat * k2).sum(-1)
+        _, uncertainty, _ = kdn_layer(x, output_uncertainty=True)
         means[kdn_layer.layer_idx] = tuple(
-            y.mean((0, 1)) for y in (kda_layer.b_proj(x).float().sigmoid(), n / (r.squeeze(-1) + n))
+            y.mean((0, 1)) for y in (kda_layer.b_proj(x).float().sigmoid(), uncertainty.write_strength)
         )
     return means
 

@@ -208,10 +208,11 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
         max_length_k: int | None = None,
         position_ids: torch.LongTensor | None = None,
         output_uncertainty: bool | str = False,
+        uncertainties: list[KDNUncertainty | None] | None = None,
         **kwargs: Unpack[dict],
     ) -> tuple | KDNModelOutputWithPast:
         """
-        FLA's forward pass; `output_uncertainty` is that of :func:`chunk_kdn`.
+        FLA's forward pass; `output_uncertainty` is that of :func:`chunk_kdn`, and `uncertainties` a list to append it to.
 
         Sequences may be packed into one row, their borders given by FLA's `cu_seqlens`, by transformers' `cu_seq_lens_q`, or
         by `position_ids` that restart; transformers' other names for padding-free batches are accepted and say nothing more.
@@ -230,7 +231,8 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
                 position_ids=position_ids,
                 has_past=past_key_values is not None and past_key_values.get_seq_length() > 0,
             )
-        uncertainties = [] if output_uncertainty else None
+        if output_uncertainty and uncertainties is None:
+            uncertainties = []
         outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -286,31 +288,27 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         **kwargs: Unpack[dict],
     ) -> tuple | KDNCausalLMOutputWithPast:
         """FLA's forward pass, with :meth:`KDNModel.forward` as the base model's."""
-        seen = []
-        handle = self.model.register_forward_hook(lambda *args: seen.append(args[-1])) if output_uncertainty else None
-        try:
-            outputs = super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                past_key_values=past_key_values,
-                labels=labels,
-                use_cache=use_cache,
-                output_attentions=output_attentions,
-                output_hidden_states=output_hidden_states,
-                return_dict=return_dict,
-                logits_to_keep=logits_to_keep,
-                num_items_in_batch=num_items_in_batch,
-                output_uncertainty=output_uncertainty,
-                **kwargs,
-            )
-        finally:
-            if handle is not None:
-                handle.remove()
-        if not output_uncertainty or isinstance(outputs, tuple):
+        uncertainties = [] if output_uncertainty else None
+        outputs = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            logits_to_keep=logits_to_keep,
+            num_items_in_batch=num_items_in_batch,
+            output_uncertainty=output_uncertainty,
+            uncertainties=uncertainties,
+            **kwargs,
+        )
+        if uncertainties is None or isinstance(outputs, tuple):
             return outputs
         # FLA makes its output of the fields it knows
-        return KDNCausalLMOutputWithPast(**outputs, uncertainty=seen[0].uncertainty)
+        return KDNCausalLMOutputWithPast(**outputs, uncertainty=tuple(uncertainties))
 
     def _compute_logits_and_loss(
         self,
