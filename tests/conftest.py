@@ -5,7 +5,7 @@
 # For a list of all contributors, visit:
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
-"""Shared by all tests: how an error is measured, one thread a process, and Triton's interpreter if asked for."""
+"""Shared by all tests: how an error is measured, one thread a process, untuned kernels, Triton's interpreter if asked for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from triton.runtime.autotuner import Autotuner
 
 # small tensors, on the cores that xdist shares out
 torch.set_num_threads(1)
 if os.environ.get('TRITON_INTERPRET') == '1':
     sys.path.insert(0, str(Path(__file__).parent / 'ops'))
     import interpreter  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def first_configuration(monkeypatch):
+    """Kernels run in the first of their configurations: on a GPU, to time all of them takes minutes for each shape."""
+    prune = Autotuner.prune_configs
+    monkeypatch.setattr(Autotuner, 'prune_configs', lambda *args: prune(*args)[:1])
+    monkeypatch.setattr(Autotuner, '_bench', lambda *args, **kwargs: [0.])
 
 
 def rel(x: torch.Tensor, ref: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from fla.ops.utils.op import exp
+from fla.ops.utils.op import exp, exp2
 from fla.utils import input_guard
 
 from fla_kdn.ops.kdn.chunk import run_kdn
@@ -140,7 +140,7 @@ def fused_recurrent_kdn_fwd_kernel(
             b_omega, _d = noise_row(p_omega, m_c, 0., NOISE_SOFTPLUS)
             b_r, _d = noise_row(p_r, True, r_min, NOISE_SOFTPLUS)
 
-            b_alpha = exp(b_g)
+            b_alpha = exp2(b_g)
             b_h = b_h * b_alpha[:, None]
             b_p = tl.maximum(pool(b_alpha * b_alpha, m_k, K, ISOTROPIC) * b_p + b_omega, FLOOR)
             b_pk = b_p * b_k

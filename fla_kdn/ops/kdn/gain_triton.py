@@ -26,14 +26,15 @@ import triton
 import triton.language as tl
 from fla.ops.utils.constant import RCP_LN2
 from fla.ops.utils.index import prepare_chunk_offsets
-from fla.ops.utils.op import exp, exp2, log, log2
-from fla.ops.utils.softplus import softplus
+from fla.ops.utils.op import exp, exp2
 
 from fla_kdn.ops.kdn.inputs import LOWER_BOUND, MIN_COVARIANCE
 from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE
+from fla_kdn.ops.utils.fast_math import fast_log2, fast_rcp
 
 FLOOR = tl.constexpr(MIN_COVARIANCE)
 LOG2E = tl.constexpr(RCP_LN2)
+LN2 = tl.constexpr(1. / RCP_LN2)
 L2NORM_EPS = tl.constexpr(1e-6)
 
 
@@ -60,18 +61,19 @@ def chunk_place(cu_seqlens, chunk_indices, T, NT, HV: tl.constexpr, BT: tl.const
 
 @triton.jit
 def log_decay_row(p_g, b_A, b_bias, m_k, lower_bound, USE_GATE: tl.constexpr, SAFE_GATE: tl.constexpr):
-    """Log decay (natural) of one token, and the derivative of its activation, 0 where it is floored."""
+    """Log2 decay of one token, and the derivative of the natural one to `g`, 0 where it is floored."""
     b_x = tl.load(p_g, mask=m_k, other=0.).to(tl.float32)
     if USE_GATE:
         b_x += b_bias
-        b_g = -b_A * softplus(b_x)
-        b_d = -b_A * tl.sigmoid(b_x)
+        b_e = exp2(-tl.abs(b_x) * LOG2E)
+        b_g = -b_A * (tl.maximum(b_x, 0.) * LOG2E + fast_log2(1. + b_e))
+        b_d = -b_A * tl.where(b_x < 0., b_e, 1.) * fast_rcp(1. + b_e)
     else:
-        b_g = b_x
+        b_g = b_x * LOG2E
         b_d = tl.full(b_x.shape, 1., dtype=tl.float32)
     if SAFE_GATE:
-        b_d = tl.where(b_g < lower_bound, 0., b_d)
-        b_g = tl.maximum(b_g, lower_bound)
+        b_d = tl.where(b_g < lower_bound * LOG2E, 0., b_d)
+        b_g = tl.maximum(b_g, lower_bound * LOG2E)
     return tl.where(m_k, b_g, 0.), b_d
 
 
@@ -80,10 +82,12 @@ def noise_row(p_x, m_x, x_min, SOFTPLUS: tl.constexpr):
     """Noise variance of one token, and the derivative of its activation `x_min + softplus(x)`."""
     b_x = tl.load(p_x, mask=m_x, other=0.).to(tl.float32)
     if SOFTPLUS:
-        b_e = exp(-tl.abs(b_x))
+        b_e = exp2(-tl.abs(b_x) * LOG2E)
         # log(1 + e) by its series where e is small: a small variance keeps its digits
-        b_l = tl.where(b_e < 0.01, b_e * (1. - b_e * (0.5 - b_e * (1. / 3.))), log(1. + b_e))
-        return x_min + tl.maximum(b_x, 0.) + b_l, tl.sigmoid(b_x)
+        b_l = tl.where(
+            b_e < 1. / 16, b_e * (1. - b_e * (0.5 - b_e * (1. / 3. - b_e * 0.25))), fast_log2(1. + b_e) * LN2
+        )
+        return x_min + tl.maximum(b_x, 0.) + b_l, tl.where(b_x < 0., b_e, 1.) * fast_rcp(1. + b_e)
     else:
         return b_x, tl.full(b_x.shape, 1., dtype=tl.float32)
 
@@ -172,15 +176,15 @@ def kdn_gain_fwd_kernel_map(
         b_g, _d = log_decay_row(p_g, b_A, b_bias, m_k, lower_bound, USE_GATE, SAFE_GATE)
         b_omega, b_do = noise_row(p_omega, m_c, 0., NOISE_SOFTPLUS)
         b_r, b_drr = noise_row(p_r, True, r_min, NOISE_SOFTPLUS)
-        b_a = pool(exp2(b_g * (2 * LOG2E)), m_k, K, ISOTROPIC)
+        b_a = pool(exp2(2. * b_g), m_k, K, ISOTROPIC)
 
         x10 += b_u * x00
         x11 = 1. + b_u * x01
-        b_d = 1. / x11
+        b_d = fast_rcp(x11)
         x00 = (b_a * x00 + b_omega * x10) * b_d
         x01 = (b_a * x01 + b_omega * x11) * b_d
         x10 = x10 * b_d
-        b_u = pool(b_k * b_k, m_k, K, ISOTROPIC) * (b_mu / b_r)
+        b_u = pool(b_k * b_k, m_k, K, ISOTROPIC) * (b_mu * fast_rcp(b_r))
 
         p_k += H * K
         p_g += HV * K
@@ -326,7 +330,7 @@ def kdn_gain_fwd_kernel_apply(
         p_var = variances + (start * HV + i_hv) * 3
 
     p_start = starts + ((i_c * HV + i_hv) * 2) * C + o_c
-    b_lp = log2(tl.maximum(tl.load(p_start, mask=m_c, other=1.), FLOOR))
+    b_lp = fast_log2(tl.maximum(tl.load(p_start, mask=m_c, other=1.), FLOOR))
     b_p = tl.load(p_start + C, mask=m_c, other=1.)
     b_gc = tl.zeros([BK], dtype=tl.float32)
     for _ in range(0, n):
@@ -335,11 +339,11 @@ def kdn_gain_fwd_kernel_apply(
         b_omega, b_do = noise_row(p_omega, m_c, 0., NOISE_SOFTPLUS)
         b_r, b_drr = noise_row(p_r, True, r_min, NOISE_SOFTPLUS)
 
-        b_a = pool(exp2(b_g * (2 * LOG2E)), m_k, K, ISOTROPIC)
+        b_a = pool(exp2(2. * b_g), m_k, K, ISOTROPIC)
         b_ph = tl.maximum(b_a * b_p + b_omega, FLOOR)
-        b_gc += b_g * LOG2E
-        b_u = pool(b_k * b_k, m_k, K, ISOTROPIC) * (b_mu / b_r)
-        b_m = 1. / (1. + b_u * b_ph)
+        b_gc += b_g
+        b_u = pool(b_k * b_k, m_k, K, ISOTROPIC) * (b_mu * fast_rcp(b_r))
+        b_m = fast_rcp(1. + b_u * b_ph)
         if ISOTROPIC:
             b_k = b_k.to(k.dtype.element_ty)
             if STORE_QK or STORE_VARIANCES:
@@ -350,7 +354,7 @@ def kdn_gain_fwd_kernel_apply(
             b_k = b_k.to(tl.float32)
             b_n = b_ph * tl.sum(b_k * b_k, 0)
             tl.store(p_gc, b_gc, mask=m_k)
-            tl.store(p_beta + o_c, b_ph / (b_r + b_n))
+            tl.store(p_beta + o_c, b_ph * fast_rcp(b_r + b_n))
             tl.store(p_ph, b_ph)
             tl.store(p_u, b_u)
             p_ph += HV
@@ -361,10 +365,10 @@ def kdn_gain_fwd_kernel_apply(
             b_kw = (b_k * b_s).to(k_new.dtype.element_ty)
             tl.store(p_q_new, (b_q * b_s).to(q_new.dtype.element_ty), mask=m_new)
             tl.store(p_k_new, b_kw, mask=m_new)
-            tl.store(p_gc, b_gc + 0.5 * (b_lp - log2(b_ph)), mask=m_k)
+            tl.store(p_gc, b_gc + 0.5 * (b_lp - fast_log2(b_ph)), mask=m_k)
             b_kw = b_kw.to(tl.float32)
             b_n = tl.sum(b_kw * b_kw, 0)
-            tl.store(p_beta, 1. / (b_r + b_n))
+            tl.store(p_beta, fast_rcp(b_r + b_n))
         b_p = b_m * b_ph
         if STORE_VARIANCES:
             tl.store(p_var, b_r)
@@ -470,18 +474,19 @@ def kdn_gain_bwd_kernel_map(
         b_ma = b_ma * b_m
         if ISOTROPIC:
             b_ph = tl.load(p_ph)
-            b_m = 1. / (1. + tl.load(p_u) * b_ph)
-            b_f = tl.where(b_ph > FLOOR, tl.maximum(1. - b_omega / b_ph, 0.), 0.)
-            b_l = b_beta * b_beta * b_db * b_r / b_ph
+            b_m = fast_rcp(1. + tl.load(p_u) * b_ph)
+            b_ip = fast_rcp(b_ph)
+            b_f = tl.where(b_ph > FLOOR, tl.maximum(1. - b_omega * b_ip, 0.), 0.)
+            b_l = b_beta * b_beta * b_db * b_r * b_ip
             p_ph += HV
             p_u += HV
         else:
             b_k, _s = key_row(p_k, m_k, L2NORM)
             b_q, _s = key_row(p_q, m_k, L2NORM)
             b_g, _d = log_decay_row(p_g, b_A, b_bias, m_k, lower_bound, USE_GATE, SAFE_GATE)
-            b_ap = exp2(b_g * (2 * LOG2E)) * b_p
+            b_ap = exp2(2. * b_g) * b_p
             b_ph = b_ap + b_omega
-            b_f = tl.where(b_ph > FLOOR, b_ap / b_ph, 0.)
+            b_f = tl.where(b_ph > FLOOR, b_ap * fast_rcp(b_ph), 0.)
             b_ph = tl.maximum(b_ph, FLOOR)
             b_s = tl.sqrt(b_ph)
             b_qw = (b_q * b_s).to(q.dtype.element_ty).to(tl.float32)
@@ -489,10 +494,10 @@ def kdn_gain_bwd_kernel_map(
             b_dgc = tl.load(p_dgc, mask=m_k, other=0.)
             b_l = 0.5 * (b_qw * tl.load(p_dq, mask=m_k, other=0.) + b_kw * tl.load(p_dk, mask=m_k, other=0.) - b_dgc)
             b_l -= b_kw * b_kw * (b_beta * b_beta * b_db)
-            b_m = 1. / (1. + b_k * b_k * (b_mu / b_r) * b_ph)
+            b_m = fast_rcp(1. + b_k * b_k * (b_mu * fast_rcp(b_r)) * b_ph)
             b_p = b_m * b_ph
             b_sd += b_dgc
-            b_sg += b_g * LOG2E
+            b_sg += b_g
             p_q += H * K
             p_k += H * K
             p_g += HV * K
@@ -671,6 +676,7 @@ def kdn_gain_bwd_kernel_apply(
         b_g, b_d = log_decay_row(p_g, b_A, b_bias, m_k, lower_bound, USE_GATE, SAFE_GATE)
         b_omega, b_do = noise_row(p_omega, m_c, 0., NOISE_SOFTPLUS)
         b_r, b_drr = noise_row(p_r, True, r_min, NOISE_SOFTPLUS)
+        b_ir = fast_rcp(b_r)
         b_beta = tl.load(p_beta)
         b_db = b_beta * b_beta * tl.load(p_dbeta).to(tl.float32)
         b_dgc = tl.load(p_dgc, mask=m_k, other=0.)
@@ -678,46 +684,48 @@ def kdn_gain_bwd_kernel_apply(
         if ISOTROPIC:
             b_ph = tl.load(p_ph)
             b_u = tl.load(p_u)
-            b_l = b_db * b_r / b_ph
+            b_ip = fast_rcp(b_ph)
+            b_l = b_db * b_r * b_ip
         else:
             b_k, b_ks = key_row(p_k, m_k, L2NORM)
             b_q, b_qs = key_row(p_q, m_k, L2NORM)
             # phat from the two cumulated decays: G'_t = G_t + (log phat_start - log phat_t) / 2
             b_ph = b_ph0 * exp2(2. * (b_gs - tl.load(p_gc, mask=m_k, other=0.)))
-            b_gs -= b_g * LOG2E
+            b_gs -= b_g
+            b_ip = fast_rcp(b_ph)
             b_s = tl.sqrt(b_ph)
             b_dq, b_dk = tl.load(p_dq, mask=m_k, other=0.), tl.load(p_dk, mask=m_k, other=0.)
             b_qw = (b_q * b_s).to(q.dtype.element_ty).to(tl.float32)
             b_kw = (b_k * b_s).to(k.dtype.element_ty).to(tl.float32)
             b_l = 0.5 * (b_qw * b_dq + b_kw * b_dk - b_dgc) - b_kw * b_kw * b_db
-            b_u = b_k * b_k * (b_mu / b_r)
-        b_m = 1. / (1. + b_u * b_ph)
+            b_u = b_k * b_k * (b_mu * b_ir)
+        b_m = fast_rcp(1. + b_u * b_ph)
         b_free = b_ph > FLOOR * 1.001
         b_h = b_l + tl.where(i == 0, b_x, b_m * b_lam)
-        b_f = tl.where(b_free, tl.maximum(1. - b_omega / b_ph, 0.), 0.)
+        b_f = tl.where(b_free, tl.maximum(1. - b_omega * b_ip, 0.), 0.)
         # (1 - m) Lam, exact where m is close to 1
         b_ml = b_u * b_m * b_ph * b_lam
-        b_dmu -= b_ml / b_mu
-        tl.store(p_domega, tl.where(b_free, b_h / b_ph * b_do, 0.).to(domega.dtype.element_ty), mask=m_c)
+        b_dmu -= b_ml
+        tl.store(p_domega, tl.where(b_free, b_h * b_ip * b_do, 0.).to(domega.dtype.element_ty), mask=m_c)
         if ISOTROPIC:
-            b_e = exp2((b_g - tl.max(tl.where(m_k, b_g, float('-inf')), 0)) * (2 * LOG2E))
-            b_w = b_e / tl.sum(tl.where(m_k, b_e, 0.), 0, keep_dims=True)
+            b_e = exp2((b_g - tl.max(tl.where(m_k, b_g, float('-inf')), 0)) * 2.)
+            b_w = b_e * fast_rcp(tl.sum(tl.where(m_k, b_e, 0.), 0, keep_dims=True))
             b_dg = b_dgs + 2. * b_w * b_f * b_h
-            tl.store(p_dr + o_c, ((b_ml - b_l) / b_r * b_drr).to(dr.dtype.element_ty))
-            tl.store(p_dn, -b_db - b_mu / (K * b_r) * b_m * b_ph * b_lam)
+            tl.store(p_dr + o_c, ((b_ml - b_l) * b_ir * b_drr).to(dr.dtype.element_ty))
+            tl.store(p_dn, -b_db - b_mu / K * b_ir * b_m * b_ph * b_lam)
             p_ph -= HV
             p_u -= HV
             p_dn -= HV
         else:
             b_dg = b_dgs + 2. * b_f * b_h
             b_dq = b_s * b_dq
-            b_dk = b_s * b_dk - 2. * b_k * (b_ph * b_db + (b_mu / b_r) * b_m * b_ph * b_lam)
+            b_dk = b_s * b_dk - 2. * b_k * (b_ph * b_db + (b_mu * b_ir) * b_m * b_ph * b_lam)
             if L2NORM:
                 b_dq = b_qs * (b_dq - b_q * tl.sum(b_q * b_dq, 0))
                 b_dk = b_ks * (b_dk - b_k * tl.sum(b_k * b_dk, 0))
             tl.store(p_dq_new, b_dq.to(dq_new.dtype.element_ty), mask=m_k)
             tl.store(p_dk_new, b_dk.to(dk_new.dtype.element_ty), mask=m_k)
-            tl.store(p_dr, ((tl.sum(tl.where(m_c, b_ml, 0.), 0) / b_r - b_db) * b_drr).to(dr.dtype.element_ty))
+            tl.store(p_dr, ((tl.sum(tl.where(m_c, b_ml, 0.), 0) * b_ir - b_db) * b_drr).to(dr.dtype.element_ty))
             p_q -= H * K
             p_k -= H * K
             p_gc -= HV * K
@@ -740,9 +748,9 @@ def kdn_gain_bwd_kernel_apply(
         p_dbeta -= HV
         p_dr -= HV
 
-    tl.store(dmu + i_c * HV + i_hv, tl.sum(tl.where(m_c, b_dmu, 0.), 0))
+    tl.store(dmu + i_c * HV + i_hv, tl.sum(tl.where(m_c, b_dmu, 0.), 0) / b_mu)
     if USE_GATE:
-        tl.store(dA + i_c * HV + i_hv, tl.sum(tl.where(m_k, b_dA, 0.), 0))
+        tl.store(dA + i_c * HV + i_hv, tl.sum(tl.where(m_k, b_dA, 0.), 0) * LN2)
         if HAS_BIAS:
             tl.store(dbias + (i_c * HV + i_hv) * K + o_k, b_dbias, mask=m_k)
 
