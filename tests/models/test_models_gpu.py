@@ -39,8 +39,8 @@ CU_SEQLENS = torch.tensor([0, 0, 3, 303, 600], dtype=torch.int32)
 
 
 def make_pair(**options) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """One model twice: in fp32 on the CPU, in bf16 on the GPU."""
-    model = make_model(**options)
+    """One model twice, with weights that bf16 holds: in fp32 on the CPU, in bf16 on the GPU."""
+    model = make_model(**options).bfloat16().float()
     return model, copy.deepcopy(model).to('cuda', torch.bfloat16)
 
 
@@ -63,7 +63,7 @@ def test_logits_and_gradients(options, how):
         results.append({'logits': logits.detach().cpu().float(), **gradients})
     want, got = results
     for name, x in want.items():
-        assert_close(got[name], x, 5e-2 if name == 'logits' else 0.15, name)
+        assert_close(got[name], x, 5e-2 if name == 'logits' else 0.2, name)
 
 
 @pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
@@ -133,8 +133,7 @@ def test_compiled(options):
     _, model = make_pair(**options)
     ids = make_ids(2, 200).cuda()
     want = model(ids, labels=ids)
-    compiled = torch.compile(model)
-    got = compiled(ids, labels=ids)
+    got = torch.compile(model)(ids, labels=ids)
     assert_close(got.loss, want.loss, 1e-2, 'loss')
     got.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -147,6 +146,6 @@ def test_second_device(options):
     want = model(ids, labels=ids)
     on_second = copy.deepcopy(model).to('cuda:1', torch.bfloat16)
     got = on_second(ids.to('cuda:1'), labels=ids.to('cuda:1'))
-    got.loss.backward()
     assert_close(got.logits.cpu().float(), want.logits, 5e-2, 'logits')
+    got.loss.backward()
     assert on_second.generate(ids.to('cuda:1'), max_new_tokens=3, do_sample=False, pad_token_id=0).device.index == 1

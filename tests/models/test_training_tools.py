@@ -408,8 +408,15 @@ def test_sft(covariance, batches, tmp_path):
 # ---- torch.compile
 
 
+def storages(values) -> list[int]:
+    return [x.untyped_storage().data_ptr() for x in values if isinstance(x, torch.Tensor)]
+
+
 class Graphs:
-    """A backend of `torch.compile` that counts the graphs compiled, those that run, and the projections in them."""
+    """A backend of `torch.compile` that counts the graphs compiled, those that run, and the projections in them.
+
+    No graph may end in two views of one new tensor: PyTorch's cache of graphs brings the second back with wrong shapes.
+    """
 
     def __init__(self):
         self.compiled = self.run = self.projections = 0
@@ -422,14 +429,18 @@ class Graphs:
         def run(*args):
             self.run += 1
             self.projections += projections
-            return compiled(*args)
+            outputs = compiled(*args)
+            given = storages(args)
+            made = [x for x in storages(outputs) if x not in given]
+            assert len(set(made)) == len(made), module.print_readable(print_output=False)
+            return outputs
 
         return run
 
 
 @pytest.mark.parametrize('covariance', VARIANTS)
 def test_compile(covariance):
-    """Each op and each fused module breaks the graph, as in FLA's models: 24 graphs a layer, and 7 around the layers.
+    """Each op and each fused module breaks the graph, as in FLA's models: 24 graphs a layer, and 3 around the layers.
 
     What is between them is compiled, all layers share it, and a deeper model compiles no more.
     """
@@ -443,8 +454,8 @@ def test_compile(covariance):
         graphs.run = graphs.projections = 0
         logits = compiled(ids, labels=ids).logits.detach().clone()
         runs[num_layers] = graphs.run
-        # all but `down_proj`, which is part of a fused module
-        projections = sum(isinstance(module, nn.Linear) for module in model.modules()) - num_layers
+        # all but `down_proj`, which is part of a fused module, and the head
+        projections = sum(isinstance(module, nn.Linear) for module in model.modules()) - num_layers - 1
         assert graphs.projections == projections, f'{projections - graphs.projections} projections were not compiled'
         assert_close(logits, want[0], 1e-6, 'logits')
         got = loss_and_gradients(compiled, input_ids=ids, labels=ids)
@@ -452,7 +463,7 @@ def test_compile(covariance):
         if num_layers == 2:
             distinct = graphs.compiled
     torch._dynamo.reset()
-    assert 0 < runs[3] - runs[2] <= 24 and runs[2] <= 2 * 24 + 7, runs
+    assert 0 < runs[3] - runs[2] <= 24 and runs[2] <= 2 * 24 + 3, runs
     assert graphs.compiled == distinct
 
 

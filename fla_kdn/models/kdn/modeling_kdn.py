@@ -310,6 +310,8 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         # FLA makes its output of the fields it knows
         return KDNCausalLMOutputWithPast(**outputs, uncertainty=tuple(uncertainties))
 
+    # compiled, a graph would end in logits and a view of them, which PyTorch's cache of graphs brings back with wrong shapes
+    @torch.compiler.disable
     def _compute_logits_and_loss(
         self,
         hidden_states: torch.Tensor,
