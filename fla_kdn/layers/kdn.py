@@ -385,6 +385,24 @@ class KalmanDeltaNet(nn.Module):
             r = self.r_min + F.softplus(r.float())
         return {'omega': omega, 'r': r}
 
+    def filter_inputs(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.LongTensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """For looking at a layer: q, k, g, omega and r as the equations of `naive.py` have them; fp32, in PyTorch."""
+        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        if self.use_short_conv:
+            q, k = self.q_conv1d(x=q, cu_seqlens=cu_seqlens)[0], self.k_conv1d(x=k, cu_seqlens=cu_seqlens)[0]
+        else:
+            q, k = F.silu(q), F.silu(k)
+        q, k = (l2norm(x.float().unflatten(-1, (-1, self.head_k_dim))) for x in (q, k))
+        g = self.f_proj(hidden_states).float().unflatten(-1, (-1, self.head_k_dim))
+        g = log_decay(g, self.A_log, self.dt_bias, self.safe_gate, self.lower_bound)
+        parts = self.noise(hidden_states)
+        omega, r = noise(parts.pop('omega').float(), parts.pop('r').float(), **parts)
+        return {'q': q, 'k': k, 'g': g, 'omega': omega, 'r': r}
+
     def predicted_covariance(
         self,
         hidden_states: torch.Tensor,
@@ -392,14 +410,9 @@ class KalmanDeltaNet(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For looking at a layer: Phat of each token `[B, T, num_v_heads, head_k_dim]` (diagonal) or `[B, T, num_v_heads, 1]`
         (isotropic), its squared key and its log decay, both `[B, T, num_v_heads, head_k_dim]`; fp32, in PyTorch."""
-        k = self.k_proj(hidden_states)
-        k = self.k_conv1d(x=k, cu_seqlens=cu_seqlens)[0] if self.use_short_conv else F.silu(k)
-        k = l2norm(k.float().unflatten(-1, (-1, self.head_k_dim)))
+        inputs = self.filter_inputs(hidden_states, cu_seqlens)
+        k, g, omega, r = (inputs[name] for name in ('k', 'g', 'omega', 'r'))
         k2 = k.square().repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
-        g = self.f_proj(hidden_states).float().unflatten(-1, (-1, self.head_k_dim))
-        g = log_decay(g, self.A_log, self.dt_bias, self.safe_gate, self.lower_bound)
-        parts = self.noise(hidden_states)
-        omega, r = noise(parts.pop('omega').float(), parts.pop('r').float(), **parts)
         mu = self.log_info_scale.float().exp() if self.learn_info_scale else self.info_scale
         mu = expand_info_scale(mu, k, self.num_v_heads).unsqueeze(-1)
         a, u = (2 * g).exp(), mu * k2 / r.unsqueeze(-1)

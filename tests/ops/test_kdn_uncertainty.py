@@ -43,7 +43,7 @@ def test_all_forms(fn, covariance, case):
     inputs = make_inputs(covariance, **{'T': 40, **shape})
     want = uncertainty(naive_recurrent_kdn, inputs, covariance=covariance, **options)
     got = uncertainty(fn, inputs, covariance=covariance, **options)
-    for name in FIELDS:
+    for name in (*FIELDS, 'key_variance'):
         x = getattr(got, name)
         assert x.shape == inputs['r'].shape and not (x.requires_grad and fn is not naive_chunk_kdn)
         assert_close(x, getattr(want, name), 1e-12, name)
@@ -77,6 +77,7 @@ def test_definitions(covariance):
             'write_strength': (written / (token['v'][:, 0] - predicted)).mean(-1),
             'read_variance': (posterior * q.square()).sum(-1),
             'innovation_variance': variance,
+            'key_variance': (p_hat * k.square()).sum(-1),
             'log_likelihood': normal.log_prob(token['v'][:, 0]).sum(-1),
         }
         for name, want in values.items():
@@ -160,8 +161,32 @@ def test_repeated_keys_make_it_surer(covariance):
     inputs['q'], inputs['g'], inputs['omega'] = inputs['k'], torch.zeros_like(inputs['g']), torch.zeros_like(inputs['omega'])
     inputs['r'] = inputs['r'][:, :1].expand_as(inputs['r'])
     got = uncertainty(chunk_kdn, inputs, covariance=covariance)
-    for name in ('read_variance', 'write_strength', 'innovation_variance'):
+    for name in ('read_variance', 'key_variance', 'write_strength', 'innovation_variance'):
         assert (getattr(got, name).diff(dim=1) < 0).all(), name
+
+
+def test_keys_of_other_channels_stay_unknown():
+    """One-hot keys without decay and process noise: the diagonal variant keeps the prior where nothing was written, the
+    isotropic one knows no key better than another."""
+    T, K = 12, 4
+    seen = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 0, 0])
+    asked = torch.eye(K, dtype=torch.float64)[:, None, None]
+    inputs = {
+        'k': torch.eye(K, dtype=torch.float64)[seen].expand(K, 1, T, K).transpose(1, 2),
+        'v': torch.ones(K, T, 1, 2, dtype=torch.float64),
+        'g': torch.zeros(K, T, 1, K, dtype=torch.float64),
+        'r': torch.full((K, T, 1), 0.5, dtype=torch.float64),
+    }
+    for covariance in COVARIANCES:
+        omega = torch.zeros(K, T, 1, *[K] * (covariance == 'diagonal'), dtype=torch.float64)
+        _, S, p = chunk_kdn(
+            **inputs, q=inputs['k'], omega=omega, info_scale=1., covariance=covariance, output_final_state=True)
+        token = {name: x[:, :1] for name, x in inputs.items()} | {'q': asked, 'k': asked, 'omega': omega[:, :1]}
+        got = fused_recurrent_kdn(
+            **token, initial_state=S, initial_cov=p, info_scale=1., covariance=covariance, output_uncertainty=True)[-1]
+        # of 8, 2, 2 and no observations of variance 0.5 after a prior of variance 1
+        counts = torch.tensor([8., 2., 2., 0.]) if covariance == 'diagonal' else torch.full((K,), T / K)
+        assert_close(got.key_variance.flatten(), 1 / (1 + counts.double() / 0.5), 1e-12, covariance)
 
 
 @functools.cache

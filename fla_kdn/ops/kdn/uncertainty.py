@@ -38,6 +38,11 @@ class KDNUncertainty(NamedTuple):
     innovation_variance: torch.Tensor
     log_likelihood: torch.Tensor | None
 
+    @property
+    def key_variance(self) -> torch.Tensor:
+        """`k^T Phat k`, variance of each channel of what the memory holds at the token's key before the token writes."""
+        return self.write_strength * self.innovation_variance
+
 
 # outputs, final memory and covariance, and with `output_uncertainty` what is known of the tokens
 KDNResult = (
