@@ -38,8 +38,10 @@ ABLATION = re.compile('kdn-(diagonal|isotropic)-')
 
 OP_NAMES = {
     'chunk_kdn': 'KDN diagonal',
+    'chunk_kdn_uncertainty': 'KDN diagonal, uncertainty',
     'chunk_kdn_unbounded': 'KDN diagonal, no floor',
     'chunk_kdn_isotropic': 'KDN isotropic',
+    'chunk_kdn_isotropic_uncertainty': 'KDN isotropic, uncertainty',
     'chunk_kdn_isotropic_unbounded': 'KDN isotropic, no floor',
     'chunk_kda': 'KDA',
     'chunk_kda_bounded': 'KDA, bounded gate',
@@ -48,7 +50,9 @@ OP_NAMES = {
     'chunk_gated_delta_rule': 'Gated DeltaNet',
     'flash_attention': 'softmax attention',
     'fused_recurrent_kdn': 'KDN diagonal',
+    'fused_recurrent_kdn_uncertainty': 'KDN diagonal, uncertainty',
     'fused_recurrent_kdn_isotropic': 'KDN isotropic',
+    'fused_recurrent_kdn_isotropic_uncertainty': 'KDN isotropic, uncertainty',
     'fused_recurrent_kda': 'KDA',
     'kdn_gain': 'KDN diagonal',
     'kdn_gain_isotropic': 'KDN isotropic',

@@ -136,15 +136,18 @@ def decode(name: str, module: str, inputs: dict, func_name: str | None = None, *
 
 
 def kdn_ops(suffix: str, covariance: str):
-    """All of one covariance; `unbounded` is safe_gate=False."""
+    """All of one covariance; `unbounded` is safe_gate=False, `uncertainty` returns that of each token too."""
     inputs = {**GATE, **NOISE[covariance], **PRIOR}
     kwargs = {**IN_KERNEL, 'covariance': covariance, 'use_noise_softplus_in_kernel': True, 'r_min': R_MIN}
     module = 'fla_kdn.ops.kdn'
     yield chunk(f'chunk_kdn{suffix}', module, inputs, 'chunk_kdn', **kwargs, safe_gate=True)
+    told = {**kwargs, 'safe_gate': True, 'output_uncertainty': True}
+    yield chunk(f'chunk_kdn{suffix}_uncertainty', module, inputs, 'chunk_kdn', **told)
     yield chunk(f'chunk_kdn{suffix}_unbounded', module, inputs, 'chunk_kdn', **kwargs, safe_gate=False)
     inputs = {**NOISE[covariance], **COV[covariance]}
     module, name = f'{module}.fused_recurrent', 'fused_recurrent_kdn'
     yield decode(f'{name}{suffix}', module, inputs, name, **kwargs, safe_gate=True)
+    yield decode(f'{name}{suffix}_uncertainty', module, inputs, name, **told)
     inputs = {**QK, **GATE, **NOISE[covariance], 'mu': fp32(HEADS, F.softplus), 'p0': P0[covariance], **GAIN_GRADS}
     options = {'isotropic': covariance == 'isotropic', 'l2norm': True, 'safe_gate': True, 'lower_bound': None}
     options |= {'noise_softplus': True, 'r_min': R_MIN}

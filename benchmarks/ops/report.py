@@ -24,11 +24,13 @@ from benchmarks.ops.registry import MODES
 if TYPE_CHECKING:
     from pathlib import Path
 
-# KDN blue and green, lighter without the floor of the gate; KDA orange; other baselines grey to purple
+# KDN blue and green, darker with uncertainty, lighter without the floor of the gate; KDA orange; others grey to purple
 COLORS = {
     'chunk_kdn': '#1f5fbf',
+    'chunk_kdn_uncertainty': '#123a75',
     'chunk_kdn_unbounded': '#8db8f0',
     'chunk_kdn_isotropic': '#138a72',
+    'chunk_kdn_isotropic_uncertainty': '#0b5244',
     'chunk_kdn_isotropic_unbounded': '#86d3c0',
     'chunk_kda': '#e07b12',
     'chunk_kda_bounded': '#f5bd7a',
@@ -53,7 +55,7 @@ def group_table(rows: list[dict]) -> Table:
     """Rows of one shape and mode; failures are told below it."""
     B, T, H, D = rows[0]['shape']
     table = Table(title=f'{rows[0]["mode"]}: {B} x {T} tokens, {H} heads of {D}', title_justify='left', title_style='bold')
-    table.add_column('op', no_wrap=True)
+    table.add_column('op', overflow='fold')
     titles = ('ms', '20 to 80 %', 'x KDA', 'x floor', 'floor bytes', 'floor FLOPs', 'peak GiB', 'above inputs', 'cold s')
     for title in titles:
         table.add_column(title, justify='right', no_wrap=True)

@@ -113,7 +113,7 @@ def test_page(root):
     # numbers, command, versions, plots
     stored = json.loads(next((root / page.RESULTS).glob('ops_*.json')).read_text())
     kda = {(*row['shape'][:2], row['mode']): row['ms'] for row in stored['rows'] if row['op'] == 'chunk_kda' and 'ms' in row}
-    assert f' {kda[8, 4096, "fwdbwd"]:.2f} |' in text and '`python -m benchmarks.ops --rep' in text
+    assert f' {kda[8, 4096, "fwdbwd"]:.2f} |' in text and '`python -m benchmarks.ops --' in text
     assert 'Gated DeltaNet): RuntimeError: ' in text and '![Chunked ops](ops_' in text
     assert '`python -m benchmarks.throughput --warm 14 --deadline 240 --resume` on one Some Card, 240 s.' in text
     assert 'torch 2.11.0+cu130' in text and 'commit not recorded' in text and '- Training, whole model: how a model.' in text

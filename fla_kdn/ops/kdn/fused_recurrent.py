@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,6 +175,14 @@ def fused_recurrent_kdn_fwd_kernel(
         tl.store(pt + (i_s * HV + i_hv) * C + o_c, b_p, mask=m_c)
 
 
+# Triton's functions of integers cost some microseconds, which a decoding step would pay each time
+@functools.cache
+def block_sizes(K: int, V: int, C: int) -> tuple[int, int, int, int]:
+    """Channels of keys, of values and of the covariance in a block, and number of blocks of values."""
+    BV = min(32, triton.next_power_of_2(V))
+    return triton.next_power_of_2(K), BV, triton.next_power_of_2(C), triton.cdiv(V, BV)
+
+
 @input_guard(no_guard_contiguous=['initial_state', 'initial_cov', 'out'])
 def fused_recurrent_kdn_fwd(
     q: torch.Tensor,
@@ -232,8 +241,7 @@ def fused_recurrent_kdn_fwd(
     if out is None:
         out = torch.empty_like(v)
     assert out.is_contiguous()
-    BK, BV = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
-    NB = triton.cdiv(V, BV)
+    BK, BV, BC, NB = block_sizes(K, V, C)
     NV = 1 if inplace_final_state else NB
     variances = squares = None
     if output_uncertainty:
@@ -272,7 +280,7 @@ def fused_recurrent_kdn_fwd(
         C=C,
         BK=BK,
         BV=BV,
-        BC=triton.next_power_of_2(C),
+        BC=BC,
         NV=NV,
         ISOTROPIC=covariance == 'isotropic',
         L2NORM=use_qk_l2norm_in_kernel,
