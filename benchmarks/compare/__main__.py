@@ -8,32 +8,37 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
+import shlex
 import sys
 import time
-import warnings
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from rich.console import Console
 
 import fla_kdn
+from benchmarks.commit import find_commit
 from benchmarks.compare.data import Text, read_documents
 from benchmarks.compare.measure import MEMORY_LABELS, measure, sample
 from benchmarks.compare.mixers import MIXERS, matched_config
 from benchmarks.compare.progress import Progression, clock
-from benchmarks.compare.report import summarize, table, write_report
-from benchmarks.compare.runs import TASKS, Run, load_finished, result_file, run_settings, training_of, write_json
+from benchmarks.compare.report import write_report
+from benchmarks.compare.runs import Run, load_finished, result_file, run_settings, write_json
 from benchmarks.compare.settings import PRESETS
-from benchmarks.compare.train import train
-from fla_kdn.models.compat import fix_fla_generation
+from benchmarks.compare.summary import describe_task, failure_lines, markdown, summarize, tables
+from benchmarks.compare.tasks import Language
+from benchmarks.compare.workers import Job, Warm, Workers, do_here, reason_of, set_up_process
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from benchmarks.compare.settings import Preset
+    from benchmarks.compare.workers import Outcome, Watcher
 
 
 def positive(value: str) -> int:
@@ -52,19 +57,34 @@ def seed_list(value: str) -> list[int]:
     return [int(x) for x in seeds]
 
 
+def seconds(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f'{value!r} is no number of seconds')
+    return number
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog='python -m benchmarks.compare',
-        description='Train one backbone with several mixers, on text and on key-value recall, and report how they compare.',
+        description='Train one backbone with several mixers, on text and on synthetic tasks, and report how they compare.',
     )
-    parser.add_argument('--mixers', nargs='+', choices=MIXERS, default=list(MIXERS), metavar='MIXER', help=', '.join(MIXERS))
-    parser.add_argument('--preset', choices=PRESETS, help='sizes; default: gpu where there is one, else cpu')
-    parser.add_argument('--steps', type=positive, help='training steps of both tasks')
+    parser.add_argument('--preset', choices=PRESETS, help='sizes, mixers and tasks; default: gpu where there is one, else cpu')
+    mixers = f"default: the preset's; {', '.join(MIXERS)}"
+    parser.add_argument('--mixers', nargs='+', choices=MIXERS, metavar='MIXER', help=mixers)
+    parser.add_argument('--tasks', nargs='+', metavar='TASK', help="default: the preset's; language, recall, ...")
+    parser.add_argument('--steps', type=positive, help='training steps of all tasks')
     parser.add_argument('--seeds', type=seed_list, default=[0], help='how many, or which (3,7); results are mean and spread')
     parser.add_argument('--seq-len', type=positive, help='bytes in a window of text')
     parser.add_argument('--text', metavar='FILE-OR-FOLDER', help='what to learn; default: the documentation inside Python')
     parser.add_argument('--out', type=Path, default=Path('runs/compare'), help='folder for results; default: %(default)s')
     parser.add_argument('--resume', action='store_true', help='keep the runs that an interrupted job has finished')
+    parser.add_argument('--workers', type=positive, metavar='N', help="processes that train at once; default: the preset's")
+    parser.add_argument('--deadline', type=seconds, default=math.inf, metavar='SECONDS', help='begin no run later than that')
+    parser.add_argument('--no-speed', action='store_true', help='do not measure speed and memory, nor write a text')
     return parser
 
 
@@ -74,9 +94,28 @@ def make_preset(args: argparse.Namespace) -> Preset:
     preset = PRESETS[name]
     if preset.device == 'cuda' and not torch.cuda.is_available():
         raise ValueError(f'--preset {name}: PyTorch finds no CUDA device')
-    if args.steps:
-        preset = replace(preset, **{task: replace(training_of(preset, task), steps=args.steps) for task in TASKS})
-    return replace(preset, seq_len=args.seq_len) if args.seq_len else preset
+    mixers = tuple(dict.fromkeys(args.mixers or preset.mixers))
+    if preset.device == 'cpu' and (unfit := [mixer for mixer in mixers if MIXERS[mixer].needs_gpu]):
+        raise ValueError(f'--mixers: {", ".join(unfit)} runs on a GPU only')
+    tasks = dict.fromkeys(args.tasks or task_names(preset))
+    if unknown := [task for task in tasks if task not in task_names(preset)]:
+        raise ValueError(f'--tasks: {", ".join(unknown)} is not among {", ".join(task_names(preset))} of --preset {name}')
+
+    def shorten(training):
+        return replace(training, steps=args.steps) if args.steps else training
+
+    return replace(
+        preset,
+        mixers=mixers,
+        language=shorten(preset.language) if 'language' in tasks else None,
+        tasks={task: replace(x, training=shorten(x.training)) for task, x in preset.tasks.items() if task in tasks},
+        seq_len=args.seq_len or preset.seq_len,
+        workers=args.workers or preset.workers,
+    )
+
+
+def task_names(preset: Preset) -> list[str]:
+    return [*(['language'] if preset.language else []), *preset.tasks]
 
 
 def describe_device(device: torch.device) -> str:
@@ -88,20 +127,26 @@ def find_versions() -> dict[str, str]:
     return {'fla_kdn': fla_kdn.__version__, **versions, 'python': platform.python_version()}
 
 
-def reason_of(error: Exception) -> str:
-    return f'{type(error).__name__}: {error}'
+def carry_out(job: Job, orders: list[Run | Warm], workers: int, deadline: float, watcher: Watcher) -> Iterator[Outcome]:
+    """Outcomes of orders, as they come."""
+    if workers == 1:
+        yield from do_here(job, orders, deadline, watcher)
+        return
+    count = torch.cuda.device_count() if job.device.type == 'cuda' else 0
+    devices = [torch.device('cuda', i) for i in range(count)] or [job.device]
+    with Workers(job, min(workers, len(orders)), devices) as pool:
+        yield from pool.do(orders, deadline, watcher)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job; returns the exit code, which is 0 unless every mixer failed."""
-    start = time.perf_counter()
+    start, begun = time.perf_counter(), time.monotonic()
     parser = make_parser()
     args = parser.parse_args(argv)
     console = Console()
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings('ignore', category=FutureWarning)
-    fix_fla_generation()
+    if not console.is_terminal:
+        console = Console(width=140)
+    set_up_process()
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -113,16 +158,25 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     device, versions = torch.device(preset.device), find_versions()
+    tasks = {'language': Language(text, preset.seq_len, preset.language)} if preset.language else {}
+    tasks |= preset.tasks
 
-    configs, parameters, failures = {}, {}, {}
-    for mixer in dict.fromkeys(args.mixers):
+    configs, parameters, failures = {}, {}, []
+
+    def note(mixer: str, what: str, reason: str) -> None:
+        failures.append({'mixer': mixer, 'what': what, 'reason': reason})
+
+    for mixer in preset.mixers:
         try:
             configs[mixer], parameters[mixer] = matched_config(mixer, preset.backbone)
         except Exception as error:
-            failures[mixer] = reason_of(error)
+            note(mixer, 'everything', reason_of(error))
 
-    runs = [Run(mixer, task, seed) for seed in args.seeds for task in TASKS for mixer in configs]
-    settings = {run: run_settings(run, preset, configs[run.mixer], text, versions, describe_device(device)) for run in runs}
+    # all mixers on all tasks from the first seed, then from the second
+    runs = [Run(mixer, task, seed) for seed in args.seeds for task in tasks for mixer in configs]
+    settings = {
+        run: run_settings(run, preset, configs[run.mixer], tasks[run.task], versions, describe_device(device)) for run in runs
+    }
     results: dict[Run, dict] = {}
     if args.resume:
         try:
@@ -136,60 +190,77 @@ def main(argv: list[str] | None = None) -> int:
     say(f'{describe_device(device)}; {text.name}: {len(text.train):,} bytes to train on, {len(text.validation):,} held out')
     say('parameters: ' + ', '.join(f'{mixer} {count:,}' for mixer, count in parameters.items()))
 
-    with Progression(console, [run for run in runs if run not in results], preset) as progression:
-        for run in progression:
-            if run.mixer in failures:
-                continue
-            try:
-                results[run] = train(run, preset, configs[run.mixer], text, device, args.out, progression.update)
-                write_json(result_file(args.out, run), {'settings': settings[run], 'result': results[run]})
-            except Exception as error:
-                failures[run.mixer] = f'{run.task}: {reason_of(error)}'
-                say(f'{run.mixer} failed: {failures[run.mixer]}')
+    open_runs = [run for run in runs if run not in results]
+    # kernels are compiled once for each mixer, and not by every process
+    warm = device.type == 'cuda' and preset.workers > 1
+    orders = [*(Warm(mixer) for mixer in configs if warm and any(run.mixer == mixer for run in open_runs)), *open_runs]
+    job = Job(configs, tasks, settings, preset.bf16, device, args.out)
+    over: set[Run] = set()
+    with Progression(console, orders, tasks) as progression:
+        for order, result, reason in carry_out(job, orders, preset.workers, begun + args.deadline, progression):
+            if reason:
+                note(order.mixer, order.what, reason)
+            elif not isinstance(order, Warm):
+                results[order] = result
+            if isinstance(order, Warm):
+                # what fails at its first steps is not tried again
+                over |= {run for run in open_runs if reason and run.mixer == order.mixer}
+            else:
+                over.add(order)
+    not_run: dict[str, list[str]] = {}
+    for run in open_runs:
+        if run not in over:
+            not_run.setdefault(run.what, []).append(run.mixer)
 
-    say('measuring speed and memory')
-    seed = args.seeds[0]
-    trained = [Run(mixer, 'language', seed) for mixer in configs]
-    folders = {run.mixer: run.model_folder(args.out) for run in trained if run in results}
-    measured, failed = measure(folders, preset, text, device)
-    for mixer, error in failed.items():
-        failures.setdefault(mixer, f'measuring: {reason_of(error)}')
     content = {
         'device': {'name': describe_device(device), 'type': device.type, 'threads': torch.get_num_threads()},
         'versions': versions,
+        'commit': find_commit(),
+        'command': shlex.join(['python', '-m', 'benchmarks.compare', *(sys.argv[1:] if argv is None else argv)]),
         'settings': {'seeds': args.seeds, 'text': {'name': text.name, 'fingerprint': text.fingerprint}, **asdict(preset)},
         'memory': MEMORY_LABELS[device.type],
+        'tasks': {name: describe_task(task) for name, task in preset.tasks.items()},
         'mixers': {
             mixer: {
                 'parameters': parameters[mixer],
                 'intermediate_size': configs[mixer].intermediate_size,
-                **measured.get(mixer, {}),
-                **summarize({run: result for run, result in results.items() if run.mixer == mixer}),
+                **summarize({run: results[run] for run in runs if run in results and run.mixer == mixer}),
             } for mixer in configs if any(run.mixer == mixer for run in results)
         },
         'failures': failures,
+        'not_run': not_run,
     }
-    if folders:
+    write_json(args.out / 'results.json', content)
+
+    written = [Run(mixer, 'language', args.seeds[0]) for mixer in configs]
+    folders = {run.mixer: run.model_folder(args.out) for run in written if run in results}
+    if folders and not args.no_speed:
+        say('measuring speed and memory')
+        measured, failed = measure(folders, preset, text, device)
+        for mixer, numbers in measured.items():
+            content['mixers'][mixer] |= numbers
+        for mixer, error in failed.items():
+            note(mixer, 'speed', reason_of(error))
         best = min(folders, key=lambda mixer: content['mixers'][mixer]['bits_per_byte']['mean'])
         try:
             content['sample'] = {'mixer': best, **sample(folders[best], preset, text, device)}
         except Exception as error:
-            failures.setdefault(best, f'generate: {reason_of(error)}')
+            note(best, 'text', reason_of(error))
     content['seconds'] = time.perf_counter() - start
     write_json(args.out / 'results.json', content)
     if content['mixers']:
+        for table in tables(content):
+            console.print(table)
+        (args.out / 'results.md').write_text(markdown(content), encoding='utf-8')
         write_report(args.out, content)
-        console.print(table(content))
-        say(f'report: {args.out / "report.html"}, all numbers: {args.out / "results.json"}')
-    for mixer, reason in failures.items():
-        say(f'{mixer} could not be compared in full: {reason}')
+        say(f'report: {args.out / "report.html"}; tables: {args.out / "results.md"}; all numbers: {args.out / "results.json"}')
+    for what, reason in failure_lines(content):
+        say(f'{what}: {reason}')
     say(f'{clock(content["seconds"])} minutes')
-    return int(failures.keys() >= set(args.mixers))
+    return int(not content['mixers'])
 
 
 if __name__ == '__main__':
-    # models of the CPU preset gain little from a second thread, and lose much where the cores have other work
-    torch.set_num_threads(1)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@
 # For a list of all contributors, visit:
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
-"""The two tasks: text as bytes, and recall of key-value pairs."""
+"""Text as bytes, split into a part to train on and one to be judged by."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.compare.settings import Recall, Training
+    from benchmarks.compare.tasks import Training
 
 # targets that are not scored
 IGNORE = -100
@@ -116,33 +116,3 @@ def split(documents: dict[str, str]) -> tuple[list[str], list[str]]:
 def paragraphs(text: str) -> list[tuple[str, str]]:
     """Paragraphs, each with its words alone, by which it is known again."""
     return [(' '.join(paragraph.split()), paragraph) for paragraph in text.split('\n\n')]
-
-
-def recall_batch(recall: Recall, pairs: int, sequences: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences `k1 v1 k2 v2 ...`, then each key again, in another order, and its value; only those values are scored.
-
-    Keys of a sequence differ from each other. Inputs and targets are `[sequences, 4 * pairs - 1]`.
-    """
-    keys = torch.rand(sequences, recall.symbols, generator=generator).argsort(1)[:, :pairs]
-    values = torch.randint(recall.symbols, 2 * recall.symbols, (sequences, pairs), generator=generator)
-    order = torch.rand(sequences, pairs, generator=generator).argsort(1)
-    shown = torch.stack((keys, values), dim=-1)
-    asked = torch.stack((keys.gather(1, order), values.gather(1, order)), dim=-1)
-    tokens = torch.cat((shown, asked), dim=1).flatten(1)
-    targets = tokens[:, 1:].clone()
-    targets[:, :2 * pairs] = IGNORE
-    targets[:, 2 * pairs + 1::2] = IGNORE
-    return tokens[:, :-1], targets
-
-
-def recall_batches(recall: Recall, training: Training, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets of each training step; all sequences of a step have the same number of pairs."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(training.steps):
-        pairs = recall.train_pairs[int(torch.randint(len(recall.train_pairs), (), generator=generator))]
-        yield recall_batch(recall, pairs, max(1, training.tokens // (4 * pairs)), generator)
-
-
-def recall_evaluation(recall: Recall, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences by which every mixer is judged."""
-    return recall_batch(recall, pairs, recall.eval_sequences, torch.Generator().manual_seed(2**31 + pairs))

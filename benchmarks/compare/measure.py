@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.compare.train import loss_of, make_optimizer, precision, train_step
+from benchmarks.compare.train import loss_of, make_optimizer, precision, tensors_of, train_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from benchmarks.compare.data import Text
@@ -71,7 +71,7 @@ def measure(
     blocks = {}
     for mixer, folder in folders.items():
         with noting_failure(mixer):
-            blocks[mixer], results[mixer]['state_bytes'] = decoding_blocks(folder, preset, prompt)
+            blocks[mixer] = decoding_blocks(folder, preset, prompt)
     for mixer, seconds in side_by_side(blocks, preset.repeats, device).items():
         results[mixer]['decode_tokens_per_second'] = preset.decode_batch * preset.decode_tokens / seconds
     return results, failures
@@ -109,8 +109,8 @@ def training_steps(folder: Path, preset: Preset, inputs: torch.Tensor, targets: 
 
 
 @torch.inference_mode()
-def decoding_blocks(folder: Path, preset: Preset, prompt: torch.Tensor) -> tuple[Callable[[], None], int]:
-    """A function that decodes a block of tokens greedily, and the bytes of one sequence's state."""
+def decoding_blocks(folder: Path, preset: Preset, prompt: torch.Tensor) -> Callable[[], None]:
+    """A function that decodes a block of tokens greedily; it has been called once."""
     dtype = torch.bfloat16 if preset.bf16 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(prompt.device).eval()
     output = model(input_ids=prompt, use_cache=True)
@@ -123,16 +123,7 @@ def decoding_blocks(folder: Path, preset: Preset, prompt: torch.Tensor) -> tuple
             output = model(input_ids=tokens, past_key_values=output.past_key_values, use_cache=True)
 
     block()
-    return block, sum(x.nbytes for x in tensors_of(list(output.past_key_values))) // len(prompt)
-
-
-def tensors_of(state: object) -> Iterable[torch.Tensor]:
-    """All tensors of nested containers."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, (dict, list, tuple)):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from tensors_of(value)
+    return block
 
 
 def training_memory(folder: Path, preset: Preset, inputs: torch.Tensor, targets: torch.Tensor) -> int:
@@ -177,6 +168,8 @@ def sample(folder: Path, preset: Preset, text: Text, device: torch.device) -> di
             do_sample=True,
             temperature=0.7,
             top_k=40,
+            # tokens that are no bytes
+            suppress_tokens=list(range(256, model.config.vocab_size)) or None,
         )
     given, written = (bytes(x.tolist()).decode(errors='replace') for x in (prompt[0], tokens[0, prompt.shape[1]:]))
     return {'prompt': given, 'text': written}

@@ -9,26 +9,81 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from fla.models import GatedDeltaNetConfig, KDAConfig
+from fla.models import GatedDeltaNetConfig, KDAConfig, PrecondKDAConfig
 from transformers import AutoModelForCausalLM
 
+from benchmarks.compare.models import MixerConfig
 from fla_kdn import KDNConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from benchmarks.compare.settings import Backbone
 
-# KDA with the bounded gate that its faster kernels need; KDN's default is the same kernels
+
+@dataclass(frozen=True)
+class Mixer:
+    """How a mixer is called, its model's configuration and options, and how it is drawn."""
+    label: str
+    config_class: type[PreTrainedConfig]
+    options: Callable[[Backbone], dict]
+    color: str
+    marker: str
+    needs_gpu: bool = False
+
+
+def attention(backbone: Backbone, layers: list[int], window_size: int | None = None) -> dict:
+    """Softmax attention in some layers, with heads of the same size, on transformers' `sdpa`."""
+    heads = backbone.hidden_size // backbone.head_dim
+    return {'attn': {'layers': layers, 'num_heads': heads, 'window_size': window_size}}
+
+
+def variants(covariance: str, label: str, colors: tuple[str, ...]) -> Iterator[tuple[str, Mixer]]:
+    """KDN with one option changed; K is `head_dim`, and info_scale = K the default."""
+    options = {
+        'mu-1': ('μ = 1', lambda backbone: {'info_scale': 1.0}),
+        'mu-sqrtK': ('μ = √K', lambda backbone: {'info_scale': math.sqrt(backbone.head_dim)}),
+        'mu-4K': ('μ = 4K', lambda backbone: {'info_scale': 4.0 * backbone.head_dim}),
+        'mu-learned': ('μ learned', lambda backbone: {'learn_info_scale': True}),
+        'r-1': ('r = 1', lambda backbone: {'fixed_r': 1.0}),
+        'r-1-omega-1': ('r = ω = 1', lambda backbone: {'fixed_r': 1.0, 'fixed_omega': 1.0}),
+    }
+    for (name, (change, make)), color, marker in zip(options.items(), colors, 'v^<>PX', strict=True):
+        mixer = Mixer(
+            f'{label}, {change}', KDNConfig, lambda x, make=make: {'covariance': covariance, **make(x)}, color, marker,
+        )
+        yield f'kdn-{covariance}-{name}', mixer
+
+
 MIXERS = {
-    'kdn-diagonal': (KDNConfig, {'covariance': 'diagonal'}),
-    'kdn-isotropic': (KDNConfig, {'covariance': 'isotropic'}),
-    'kda': (KDAConfig, {'safe_gate': True, 'lower_bound': -5.0}),
-    'gated-deltanet': (GatedDeltaNetConfig, {}),
+    'kdn-diagonal': Mixer('KDN diagonal', KDNConfig, lambda backbone: {'covariance': 'diagonal'}, '#3b7dd8', 'o'),
+    'kdn-isotropic': Mixer('KDN isotropic', KDNConfig, lambda backbone: {'covariance': 'isotropic'}, '#2aa198', 's'),
+    # with the bounded gate that its faster kernels need; KDN's default is the same kernels
+    'kda': Mixer('KDA', KDAConfig, lambda backbone: {'safe_gate': True, 'lower_bound': -5.0}, '#e08a1e', 'D'),
+    'gated-deltanet': Mixer('Gated DeltaNet', GatedDeltaNetConfig, lambda backbone: {}, '#a65fb5', '^'),
+    'gdn2': Mixer('GDN-2', MixerConfig, lambda backbone: {'mixer': 'gdn2'}, '#d6455d', 'v', needs_gpu=True),
+    'precond-kda': Mixer('Preconditioned KDA', PrecondKDAConfig, lambda backbone: {}, '#8a5a2b', '<', needs_gpu=True),
+    'mamba2': Mixer('Mamba-2', MixerConfig, lambda backbone: {'mixer': 'mamba2'}, '#7f8c1f', '>', needs_gpu=True),
+    'attention': Mixer(
+        'Softmax attention', KDNConfig,
+        lambda backbone: attention(backbone, list(range(backbone.num_hidden_layers))), '#7a7f87', 'P',
+    ),
+    'kdn-window': Mixer(
+        'KDN diagonal + window', KDNConfig,
+        # every second layer, over a window shorter than the sequences
+        lambda backbone: attention(backbone, list(range(1, backbone.num_hidden_layers, 2)), window_size=64), '#5b4fd6', 'X',
+    ),
+    'kdn-exact': Mixer('KDN exact', MixerConfig, lambda backbone: {'mixer': 'kdn-exact'}, '#c2188f', '*'),
+    **dict(variants('diagonal', 'Diagonal', ('#9ec5f5', '#6aa5ea', '#1e4f96', '#7d5fd3', '#c05299', '#8c2f5c'))),
+    **dict(variants('isotropic', 'Isotropic', ('#9adbd3', '#57c1b5', '#14655d', '#6a9a3a', '#c9a227', '#8c6d0f'))),
 }
 
 # models may differ in size by this much
@@ -42,8 +97,7 @@ SHARED_WEIGHTS = (
 
 def build_config(mixer: str, backbone: Backbone, intermediate_size: int) -> PreTrainedConfig:
     """Configuration of the model with this mixer and MLPs of this width."""
-    config_class, options = MIXERS[mixer]
-    return config_class(
+    return MIXERS[mixer].config_class(
         hidden_size=backbone.hidden_size,
         num_hidden_layers=backbone.num_hidden_layers,
         num_heads=backbone.num_heads,
@@ -55,7 +109,7 @@ def build_config(mixer: str, backbone: Backbone, intermediate_size: int) -> PreT
         initializer_range=backbone.initializer_range,
         bos_token_id=None,
         eos_token_id=None,
-        **options,
+        **MIXERS[mixer].options(backbone),
     )
 
 

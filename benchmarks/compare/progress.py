@@ -10,19 +10,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.compare.runs import training_of
+from benchmarks.compare.workers import Warm, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
+    from rich.progress import TaskID
 
     from benchmarks.compare.runs import Run
-    from benchmarks.compare.settings import Preset
+    from benchmarks.compare.tasks import Language, Synthetic, Training
+    from benchmarks.compare.workers import Outcome
 
 # seconds between lines where the output is no terminal
 LINE_INTERVAL = 10
@@ -33,16 +34,27 @@ def clock(seconds: float) -> str:
     return f'{minutes}:{seconds:02d}'
 
 
-class Progression:
-    """Goes through runs and shows loss, tokens per second and time left: bars in a terminal, a line now and then elsewhere."""
+@dataclass
+class Active:
+    """An order that is being carried out."""
+    label: str
+    start: float
+    bar: TaskID | None
+    tokens: int = 0
+    status: str = ''
 
-    def __init__(self, console: Console, runs: list[Run], preset: Preset):
+
+class Progression(Watcher):
+    """Shows loss, tokens per second and time left: bars in a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console, orders: list[Run | Warm], tasks: dict[str, Language | Synthetic]):
         self.console = console
-        self.runs = runs
-        self.trainings = [training_of(preset, run.task) for run in runs]
+        self.numbers = {order: i for i, order in enumerate(orders, start=1)}
+        self.trainings = {order: tasks[order.task].training for order in orders if not isinstance(order, Warm)}
         # tokens of all runs, and of those that are over
-        self.total = sum(x.steps * x.tokens for x in self.trainings)
-        self.over = 0
+        self.total = sum(map(tokens_of, self.trainings.values()))
+        self.over, self.ended = 0, 0
+        self.active: dict[Run | Warm, Active] = {}
         self.bars = None
         if console.is_terminal:
             self.bars = Progress(
@@ -53,7 +65,7 @@ class Progression:
             self.all_runs = self.bars.add_task('all runs', total=self.total, status='')
 
     def __enter__(self) -> Progression:
-        self.start = time.perf_counter()
+        self.start = self.last_line = time.perf_counter()
         if self.bars:
             self.bars.start()
         return self
@@ -62,27 +74,45 @@ class Progression:
         if self.bars:
             self.bars.stop()
 
-    def __iter__(self) -> Iterator[Run]:
-        for i, (run, training) in enumerate(zip(self.runs, self.trainings, strict=True), start=1):
-            self.training, self.run_start, self.last_line = training, time.perf_counter(), time.perf_counter()
-            self.label = f'{i}/{len(self.runs)} {run.mixer} {run.task} seed {run.seed}'
-            if self.bars:
-                self.bar = self.bars.add_task(self.label, total=training.steps, status='')
-            yield run
-            self.over += training.steps * training.tokens
-            if self.bars:
-                self.bars.remove_task(self.bar)
-                self.bars.update(self.all_runs, completed=self.over)
+    def begin(self, order: Run | Warm) -> None:
+        label = f'{self.numbers[order]}/{len(self.numbers)} {order.name}'
+        steps = None if isinstance(order, Warm) else self.trainings[order].steps
+        bar = self.bars.add_task(label, total=steps, status='') if self.bars else None
+        self.active[order] = Active(label, time.perf_counter(), bar)
 
-    def update(self, step: int, tokens: int, loss: float) -> None:
-        """Show where the present run is."""
-        now, done, steps = time.perf_counter(), self.over + step * self.training.tokens, self.training.steps
-        status = f'loss {loss:.3f}, {tokens / (now - self.run_start):,.0f} tokens/s'
+    def update(self, order: Run | Warm, step: int, tokens: int, loss: float) -> None:
+        now, active, training = time.perf_counter(), self.active[order], self.trainings[order]
+        active.tokens = step * training.tokens
+        active.status = f'loss {loss:.3f}, {tokens / (now - active.start):,.0f} tokens/s'
+        done = self.over + sum(x.tokens for x in self.active.values())
         if self.bars:
-            self.bars.update(self.bar, completed=step, status=status)
+            self.bars.update(active.bar, completed=step, status=active.status)
             self.bars.update(self.all_runs, completed=done)
-        elif now - self.last_line >= LINE_INTERVAL or step == steps:
+        elif now - self.last_line >= LINE_INTERVAL:
             self.last_line = now
             left = clock((now - self.start) * (self.total / done - 1))
-            line = f'{self.label}: step {step}/{steps}, {status}, {left} left'
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            others = f'{len(self.active) - 1} others at work, ' if len(self.active) > 1 else ''
+            self.say(f'{active.label}: step {step}/{training.steps}, {active.status}, {others}{left} left')
+
+    def end(self, outcome: Outcome) -> None:
+        order = outcome.order
+        active = self.active.pop(order)
+        self.ended += 1
+        if order in self.trainings:
+            self.over += tokens_of(self.trainings[order])
+        seconds = time.perf_counter() - active.start
+        if self.bars:
+            self.bars.remove_task(active.bar)
+            self.bars.update(self.all_runs, completed=self.over)
+        if outcome.reason:
+            self.say(f'{active.label} failed: {outcome.reason}')
+        elif not self.bars:
+            status = f'{active.status}, ' if active.status else ''
+            self.say(f'{active.label}: {status}done in {seconds:.0f} s, {self.ended} of {len(self.numbers)} over')
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def tokens_of(training: Training) -> int:
+    return training.steps * training.tokens

@@ -5,7 +5,7 @@
 # For a list of all contributors, visit:
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
-"""What comes out: the table, the plots and a page that needs nothing beside it."""
+"""What comes out: the plots and a page that needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import base64
 import html
 import io
 import math
-import statistics
-from dataclasses import dataclass
 from string import Template
 from typing import TYPE_CHECKING
 
@@ -24,118 +22,27 @@ matplotlib.use('Agg')
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
-from rich.table import Table
 
 from benchmarks.compare.mixers import MIXERS
-from benchmarks.compare.runs import TASKS
+from benchmarks.compare.summary import blocks_of, cells, failure_lines, known, overview_columns, percent, rows, sizes_line
+from benchmarks.compare.train import STATE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from benchmarks.compare.runs import Run
+    from benchmarks.compare.summary import Block
 
-COLORS = dict(zip(MIXERS, ('#3b7dd8', '#2aa198', '#e08a1e', '#a65fb5'), strict=True))
-MARKERS = dict(zip(MIXERS, 'osD^', strict=True))
-NAMES = {
-    'kdn-diagonal': 'KDN diagonal',
-    'kdn-isotropic': 'KDN isotropic',
-    'kda': 'KDA',
-    'gated-deltanet': 'Gated DeltaNet',
-}
+# up to as many mixers have their names in the plot itself
+NAMES_INSIDE = 5
 
 THEMES = {
     'light': {'text': '#1f2328', 'quiet': '#d0d7de', 'background': '#ffffff'},
     'dark': {'text': '#e6edf3', 'quiet': '#3d444d', 'background': '#161b22'},
 }
-
-
-def spread_of(values: list[float]) -> dict:
-    """Mean over seeds and sample standard deviation, which one seed does not have."""
-    return {
-        'mean': statistics.fmean(values),
-        'spread': statistics.stdev(values) if len(values) > 1 else None,
-        'values': values,
-    }
-
-
-def summarize(results: dict[Run, dict]) -> dict:
-    """One mixer's results over its seeds."""
-    language, recall = ([(run, result) for run, result in results.items() if run.task == task] for task in TASKS)
-    summary: dict = {'curves': {task: [] for task in TASKS}}
-    for run, result in results.items():
-        summary['curves'][run.task].append({'seed': run.seed, **result['curve']})
-    if language:
-        summary['bits_per_byte'] = spread_of([result['bits_per_byte'] for _, result in language])
-    if recall:
-        summary['recall'] = {
-            pairs: spread_of([result['recall'][pairs] for _, result in recall]) for pairs in recall[0][1]['recall']
-        }
-    return summary
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table: how to find its number and how to write it; `best` picks the winner, if there is one."""
-    title: str
-    value: Callable[[dict], dict | float | None]
-    form: Callable[[float], str]
-    best: Callable | None = None
-
-
-def columns_of(content: dict) -> list[Column]:
-    def recall(pairs: int) -> Callable:
-        return lambda x: x.get('recall', {}).get(str(pairs))
-
-    def named(key: str) -> Callable:
-        return lambda x: x.get(key)
-
-    return [
-        Column('parameters', named('parameters'), '{:,.0f}'.format),
-        Column('bits per byte', named('bits_per_byte'), '{:.3f}'.format, min),
-        *(Column(f'recall, {pairs} pairs', recall(pairs), '{:.1%}'.format, max) for pairs in recall_pairs(content)),
-        Column('training tokens/s', named('train_tokens_per_second'), '{:,.0f}'.format, max),
-        Column('decoding tokens/s', named('decode_tokens_per_second'), '{:,.0f}'.format, max),
-        Column('state bytes per sequence', named('state_bytes'), '{:,.0f}'.format, min),
-        Column('training memory, MiB', named('memory_bytes'), lambda x: f'{x / 2**20:,.1f}', min),
-    ]
-
-
-def recall_pairs(content: dict) -> list[int]:
-    return list(content['settings']['recall_data']['eval_pairs'])
-
-
-def cells(column: Column, mixers: dict[str, dict]) -> list[tuple[str, bool]]:
-    """The text of each mixer's cell, and whether it is the best, which no two mixers are."""
-    found = [column.value(x) for x in mixers.values()]
-    means = [x['mean'] if isinstance(x, dict) else x for x in found]
-    known = [column.form(x) for x in means if x is not None]
-    best = column.form(column.best(x for x in means if x is not None)) if column.best and known else None
-    written = []
-    for value, mean in zip(found, means, strict=True):
-        if mean is None:
-            written.append(('–', False))
-            continue
-        text = column.form(mean)
-        is_best = text == best and known.count(best) == 1 and len(known) > 1
-        if isinstance(value, dict) and value['spread'] is not None:
-            text += f' ± {column.form(value["spread"])}'
-        written.append((text, is_best))
-    return written
-
-
-def table(content: dict) -> Table:
-    """The table for the terminal, one row a number and one column a mixer, so that it fits."""
-    mixers = content['mixers']
-    result = Table(title=f'{content["device"]["name"]}, seeds {", ".join(map(str, content["settings"]["seeds"]))}')
-    result.add_column('')
-    for mixer in mixers:
-        result.add_column(mixer, justify='right')
-    for column in columns_of(content):
-        result.add_row(column.title, *(f'[bold]{text}[/bold]' if best else text for text, best in cells(column, mixers)))
-    return result
 
 
 def smooth(values: list[float], weight: float = 0.75) -> list[float]:
@@ -151,59 +58,89 @@ def plain_number(x: float, _: int | None = None) -> str:
     return f'{x:g}'
 
 
+def draw_legend(figure: Figure, ax: Axes, **inside) -> None:
+    """Names in a plot where they are few, else beside it."""
+    handles, labels = ax.get_legend_handles_labels()
+    if len(labels) <= NAMES_INSIDE:
+        ax.legend(**inside)
+    else:
+        figure.legend(handles, labels, loc='outside right upper', fontsize=9)
+
+
 def plot_losses(content: dict) -> Figure:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout='constrained')
-    symbols = content['settings']['recall_data']['symbols']
-    titles = ('Text: training loss, bits per byte', 'Recall: training loss, nats per answer')
-    for ax, task, unit, title in zip(axes, TASKS, (math.log(2), 1), titles, strict=True):
+    tasks = list(dict.fromkeys(task for x in content['mixers'].values() for task in x['curves']))
+    columns = min(len(tasks), 2 if len(tasks) < 5 else 3)
+    lines = math.ceil(len(tasks) / columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(10, 3.6 * lines), layout='constrained', squeeze=False)
+    for ax in axes.flat[len(tasks):]:
+        ax.set_visible(False)
+    for ax, task in zip(axes.flat, tasks, strict=False):
+        about = content['tasks'].get(task)
+        unit = 1 if about else math.log(2)
         low, high = math.inf, 0.0
         for mixer, x in content['mixers'].items():
-            for i, curve in enumerate(x['curves'][task]):
+            for i, curve in enumerate(x['curves'].get(task, [])):
                 loss = [value / unit for value in smooth(curve['loss'])]
-                ax.plot(curve['step'], loss, color=COLORS[mixer], lw=1.6, alpha=0.9, label=None if i else NAMES[mixer])
+                style = {'color': MIXERS[mixer].color, 'label': None if i else MIXERS[mixer].label}
+                ax.plot(curve['step'], loss, lw=1.4, alpha=0.9, **style)
                 low, high = min(low, *loss), max(high, *loss)
+        title = f'{about["title"].capitalize()}: loss, nats an answer' if about else 'Text: loss, bits per byte'
         ax.set(title=title, xlabel='step', yscale='log')
-        if task == 'recall':
-            ax.axhline(math.log(symbols), ls=':', lw=1, color=plt.rcParams['text.color'])
-            ax.annotate('guessing', (1, math.log(symbols)), xycoords=('axes fraction', 'data'), xytext=(-4, 3),
+        if about:
+            guess = -math.log(about['chance'])
+            ax.axhline(guess, ls=':', lw=1, color=plt.rcParams['text.color'])
+            ax.annotate('guessing', (1, guess), xycoords=('axes fraction', 'data'), xytext=(-4, 3),
                         textcoords='offset points', ha='right', fontsize=9)
-            ax.set_ylim(max(0.8 * min(low, math.log(symbols)), 1e-3), 1.5 * max(high, math.log(symbols)))
+            low, high = max(0.8 * min(low, guess), 1e-3), 1.5 * max(high, guess)
         else:
-            ax.set_ylim(low * 0.95, high * 1.05)
-            ticks = [x for x in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if low * 0.95 <= x <= high * 1.05]
-            ax.set_yticks(ticks)
-            ax.yaxis.set_minor_locator(NullLocator())
+            low, high = 0.95 * low, 1.05 * high
+        ax.set_ylim(low, high)
+        # few where the loss falls far
+        ticks = (1e-3, 1e-2, 0.1, 0.3, 1, 2, 3, 5, 8) if low < 0.5 else (0.5, 0.7, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+        ax.set_yticks([x for x in ticks if low <= x <= high])
+        ax.yaxis.set_minor_locator(NullLocator())
         ax.yaxis.set_major_formatter(FuncFormatter(plain_number))
-    axes[0].legend()
+    draw_legend(figure, axes.flat[0])
     return figure
 
 
-def plot_recall(content: dict) -> Figure:
-    figure, ax = plt.subplots(figsize=(10, 4), layout='constrained')
-    settings = content['settings']['recall_data']
-    for mixer, x in content['mixers'].items():
-        if 'recall' not in x:
-            continue
-        means, spreads = ([value[key] for value in x['recall'].values()] for key in ('mean', 'spread'))
-        ax.errorbar(
-            [int(pairs) for pairs in x['recall']],
-            [100 * mean for mean in means],
-            None if None in spreads else [100 * spread for spread in spreads],
-            color=COLORS[mixer], marker=MARKERS[mixer], ms=6, lw=1.6, capsize=3, label=NAMES[mixer],
-        )
-    low, high = min(*settings['train_pairs'], *settings['eval_pairs']), max(settings['train_pairs'])
-    ax.axvspan(low, high, color=plt.rcParams['text.color'], alpha=0.07, lw=0)
-    ax.axhline(100 / settings['symbols'], ls=':', lw=1, color=plt.rcParams['text.color'])
-    ax.annotate('guessing', (0, 100 / settings['symbols']), xycoords=('axes fraction', 'data'), xytext=(4, 3),
-                textcoords='offset points', fontsize=9)
-    ax.annotate('seen in training', (high, 1), xycoords=('data', 'axes fraction'), xytext=(-4, -4), textcoords='offset points',
-                ha='right', va='top', fontsize=9)
-    ax.set_xscale('log', base=2)
-    ax.set(title='Recall: answers that are right, %', xlabel='key-value pairs in the sequence', ylim=(0, 108))
-    ax.set_xticks(settings['eval_pairs'])
-    ax.set_yticks(range(0, 101, 20))
-    ax.xaxis.set_major_formatter(FuncFormatter(plain_number))
-    ax.legend(loc='lower left', bbox_to_anchor=(0, 0.08))
+def plot_task(content: dict, task: str) -> Figure:
+    """Accuracy in each panel of a task: a line for each mixer, and a band of one standard deviation over the seeds."""
+    about = content['tasks'][task]
+    panels = about['panels']
+    figure, axes = plt.subplots(1, len(panels), figsize=(10, 4), layout='constrained', sharey=True, squeeze=False)
+    for ax, (panel, labels) in zip(axes.flat, panels.items(), strict=True):
+        best = {int(place): 100 * x for place, x in about['best'][panel].items()}
+        for mixer, x in content['mixers'].items():
+            places = x['accuracy'].get(task, {}).get(panel)
+            if not places:
+                continue
+            at, means = [int(place) for place in places], [100 * value['mean'] for value in places.values()]
+            spreads = [100 * (value['spread'] or 0) for value in places.values()]
+            look = MIXERS[mixer]
+            ax.plot(at, means, color=look.color, marker=look.marker, ms=5, lw=1.6, label=look.label)
+            low, high = ([y + sign * z for y, z in zip(means, spreads, strict=True)] for sign in (-1, 1))
+            ax.fill_between(at, low, high, color=look.color, alpha=0.15, lw=0)
+        if min(best.values()) < 100:
+            ax.plot(*zip(*best.items(), strict=True), color=plt.rcParams['text.color'], ls='--', lw=1.2, label='best possible')
+        start, end = (min(max(x, min(best)), max(best)) for x in labels['trained'])
+        ax.axvspan(start, end, color=plt.rcParams['text.color'], alpha=0.07, lw=0)
+        ax.annotate('seen in training', (start, 1), xycoords=('data', 'axes fraction'), xytext=(4, -4),
+                    textcoords='offset points', va='top', fontsize=9)
+        ax.axhline(100 * about['chance'], ls=':', lw=1, color=plt.rcParams['text.color'])
+        ax.annotate('guessing', (0, 100 * about['chance']), xycoords=('axes fraction', 'data'), xytext=(4, 3),
+                    textcoords='offset points', fontsize=9)
+        if min(best) > 0:
+            ax.set_xscale('log', base=2)
+        else:
+            ax.set_xscale('symlog', base=2, linthresh=1)
+        ax.set(title=labels['title'].capitalize(), xlabel=labels['xlabel'], ylim=(0, 112))
+        ax.set_xticks(list(best))
+        ax.set_yticks(range(0, 101, 20))
+        ax.xaxis.set_major_formatter(FuncFormatter(plain_number))
+        ax.xaxis.set_minor_locator(NullLocator())
+    axes.flat[0].set_ylabel('answers that are right, %')
+    draw_legend(figure, axes.flat[0], loc='lower left', bbox_to_anchor=(0, 0.08))
     return figure
 
 
@@ -217,7 +154,9 @@ def plot_speed(content: dict) -> Figure:
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 1.3 + 0.4 * len(mixers)), layout='constrained', sharey=True)
     for ax, (title, key, unit) in zip(axes, panels, strict=True):
         values = [(content['mixers'][mixer].get(key) or 0) / unit for mixer in mixers]
-        bars = ax.barh([NAMES[mixer] for mixer in mixers], values, color=[COLORS[mixer] for mixer in mixers], height=0.62)
+        bars = ax.barh(
+            [MIXERS[mixer].label for mixer in mixers], values, color=[MIXERS[mixer].color for mixer in mixers], height=0.62,
+        )
         ax.bar_label(bars, [f'{value:,.0f}' if value else '–' for value in values], padding=4, fontsize=9)
         ax.set(title=title, xlim=(0, 1.25 * max(*values, 1e-9)))
         ax.invert_yaxis()
@@ -229,11 +168,16 @@ def plot_speed(content: dict) -> Figure:
     return figure
 
 
-PLOTS = {
-    'losses': (plot_losses, 'Loss while training'),
-    'recall': (plot_recall, 'Recall against the number of pairs'),
-    'speed': (plot_speed, 'Speed and memory'),
-}
+def plots_of(content: dict) -> dict[str, tuple[Callable[[dict], Figure], str]]:
+    """Name, function and caption of each plot for which there are numbers."""
+    plots = {}
+    for task, about in content['tasks'].items():
+        if any(task in x['accuracy'] for x in content['mixers'].values()):
+            plots[task] = (lambda content, task=task: plot_task(content, task), about['title'].capitalize())
+    plots['losses'] = (plot_losses, 'Loss while training')
+    if any('train_tokens_per_second' in x for x in content['mixers'].values()):
+        plots['speed'] = (plot_speed, 'Speed and memory')
+    return plots
 
 
 def draw(plot: Callable[[dict], Figure], content: dict, theme: str) -> bytes:
@@ -273,6 +217,7 @@ body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 sy
 main { max-width: 1080px; margin: 0 auto; padding: 24px 16px 48px; }
 h1 { font-size: 26px; margin: 0; }
 h2 { font-size: 18px; margin: 32px 0 8px; }
+h3 { font-size: 15px; margin: 16px 0 8px; }
 .quiet { color: var(--quiet); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); gap: 12px; margin-top: 20px; }
 .card, figure, .scroll, pre, .failed { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
@@ -285,9 +230,10 @@ tr:last-child > * { border-bottom: 0; }
 th:first-child { text-align: left; }
 thead th { vertical-align: bottom; }
 tbody th { font-weight: 400; }
+tr.reference > * { color: var(--quiet); }
 td.best { background: var(--best); font-weight: 600; }
 i.dot { display: inline-block; width: 10px; height: 10px; border-radius: 5px; margin-right: 7px; }
-figure { margin: 0 0 16px; padding: 12px; }
+figure { margin: 16px 0; padding: 12px; }
 figure img { display: block; max-width: 100%; margin: 0 auto; }
 pre { padding: 12px 16px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 .failed { padding: 4px 16px; border-left: 4px solid #cf222e; margin-top: 16px; }
@@ -300,11 +246,8 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 <div class="quiet">$subtitle</div>
 $failures
 <div class="cards">$cards</div>
-<h2>Numbers</h2>
-<div class="scroll"><table>$table</table></div>
 <p class="quiet">$note</p>
-<h2>Plots</h2>
-$figures
+$sections
 $sample
 <h2>How it was measured</h2>
 <ul>$method</ul>
@@ -316,51 +259,44 @@ $sample
 
 def write_report(out: Path, content: dict) -> None:
     """Write `report.html`, and the plots in `plots/`."""
-    mixers = content['mixers']
+    mixers, settings = content['mixers'], content['settings']
     (out / 'plots').mkdir(parents=True, exist_ok=True)
-    figures = []
-    for name, (plot, caption) in PLOTS.items():
+    figures = {}
+    for name, (plot, caption) in plots_of(content).items():
         images = {theme: draw(plot, content, theme) for theme in THEMES}
         (out / 'plots' / f'{name}.png').write_bytes(images['light'])
         light, dark = (f'data:image/png;base64,{base64.b64encode(images[theme]).decode()}' for theme in ('light', 'dark'))
-        figures.append(
+        figures[name] = (
             f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-            f'<img src="{light}" alt="{caption}"></picture></figure>',
+            f'<img src="{light}" alt="{html.escape(caption)}"></picture></figure>'
         )
-    head = ''.join(f'<th><i class="dot" style="background:{COLORS[mixer]}"></i>{NAMES[mixer]}</th>' for mixer in mixers)
-    columns = columns_of(content)
-    body = ''.join(
-        f'<tr><th>{column.title}</th>'
-        + ''.join(f'<td{" class=best" if best else ""}>{text}</td>' for text, best in cells(column, mixers)) + '</tr>'
-        for column in columns
-    )
-    settings = content['settings']
+    overview, *blocks = blocks_of(content)
+    sections = f'<h2>{overview.title}</h2>{table_section(overview, mixers)}{figures.pop("speed", "")}'
+    for name, task in content['tasks'].items():
+        if name in figures:
+            sections += f'<h2>{task["title"].capitalize()}</h2><p>{html.escape(task["description"])}</p>{figures.pop(name)}'
+            sections += ''.join(
+                f'<h3>{html.escape(block.title)}</h3>{table_section(block, mixers)}' for block in blocks if block.task == name
+            )
+    sections += f'<h2>Loss while training</h2>{figures.pop("losses")}'
     seeds = settings['seeds']
-    seen = max(p for p in recall_pairs(content) if p <= max(settings['recall_data']['train_pairs']))
-    shown = {
-        'bits per byte': ('best on held-out text', 'bits per byte'),
-        f'recall, {seen} pairs': (f'best recall of {seen} pairs', 'of the answers right'),
-        'training tokens/s': ('fastest to train', 'tokens/s'),
-        'decoding tokens/s': ('fastest to decode', 'tokens/s'),
-    }
     page = PAGE.substitute(
-        title='Kalman Delta Networks beside KDA and Gated DeltaNet',
+        title='Kalman Delta Networks side by side with other mixers',
         subtitle=html.escape(
             f'{content["device"]["name"]} · {len(mixers)} mixers in one backbone, '
             f'{min(x["parameters"] for x in mixers.values()):,} parameters · '
             f'{len(seeds)} seed{"s" * (len(seeds) > 1)} · {content["seconds"] / 60:.1f} minutes',
         ),
         failures=''.join(
-            f'<div class="failed"><p><b>{NAMES[mixer]}</b> could not be compared in full: {html.escape(reason)}</p></div>'
-            for mixer, reason in content['failures'].items()
+            f'<div class="failed"><p><b>{html.escape(what)}</b>: {html.escape(reason)}</p></div>'
+            for what, reason in failure_lines(content)
         ),
-        cards=''.join(card(column, mixers, *shown[column.title]) for column in columns if column.title in shown),
-        table=f'<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody>',
+        cards=''.join(cards_of(content)),
         note=(
             f'Mean ± sample standard deviation over {len(seeds)} seeds. ' if len(seeds) > 1
             else 'One seed: small differences may be chance; --seeds 3 shows the spread. '
-        ) + 'The best of a row is marked where there is one.',
-        figures=''.join(figures),
+        ) + 'The best of a column is marked where there is one.',
+        sections=sections,
         sample=sample_section(content),
         method=''.join(f'<li>{html.escape(line)}</li>' for line in method_of(content)),
         settings=''.join(
@@ -371,14 +307,39 @@ def write_report(out: Path, content: dict) -> None:
     (out / 'report.html').write_text(page, encoding='utf-8')
 
 
-def card(column: Column, mixers: dict[str, dict], title: str, unit: str) -> str:
-    """The winner of a column, at a glance."""
-    found = [(mixer, text) for mixer, (text, best) in zip(mixers, cells(column, mixers), strict=True) if best]
-    if not found:
-        return ''
-    mixer, text = found[0]
-    name = f'<b style="color:{COLORS[mixer]}">{NAMES[mixer]}</b>'
-    return f'<div class="card"><span class="quiet">{title}</span>{name}{text} {unit}</div>'
+def table_section(block: Block, mixers: dict[str, dict]) -> str:
+    """A table of the page."""
+    head = ''.join(f'<th>{html.escape(column.title)}</th>' for column in block.columns)
+    body = ''.join(
+        f'<tr class="reference"><th>{name}</th>' + ''.join(f'<td>{text}</td>' for text in texts) + '</tr>'
+        for name, texts in block.references.items()
+    )
+    for mixer, row in rows(block, mixers).items():
+        dot = f'<i class="dot" style="background:{MIXERS[mixer].color}"></i>'
+        body += f'<tr><th>{dot}{html.escape(MIXERS[mixer].label)}</th>'
+        body += ''.join(f'<td{" class=best" if best else ""}>{text}</td>' for text, best in row) + '</tr>'
+    return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def cards_of(content: dict) -> list[str]:
+    """The winners at a glance."""
+    mixers = content['mixers']
+    shown = {
+        'bits per byte': ('best on held-out text', 'bits per byte'),
+        'training tokens/s': ('fastest to train', 'tokens/s'),
+        'decoding tokens/s': ('fastest to decode', 'tokens/s'),
+    }
+    found = [(column, *shown[column.title]) for column in known(overview_columns(), content) if column.title in shown]
+    for block in list(blocks_of(content))[1:]:
+        title, along = block.title.split(': accuracy by ')
+        found.append((block.headline, f'{title}: {block.headline.title} {along}', 'of the answers right'))
+    winners = []
+    for column, title, unit in found:
+        for mixer, (text, best) in zip(mixers, cells(column, mixers), strict=True):
+            if best:
+                name = f'<b style="color:{MIXERS[mixer].color}">{html.escape(MIXERS[mixer].label)}</b>'
+                winners.append(f'<div class="card"><span class="quiet">{html.escape(title)}</span>{name}{text} {unit}</div>')
+    return winners
 
 
 def sample_section(content: dict) -> str:
@@ -386,7 +347,7 @@ def sample_section(content: dict) -> str:
         return ''
     sample = content['sample']
     return (
-        f'<h2>Text written by {NAMES[sample["mixer"]]}</h2>'
+        f'<h2>Text written by {MIXERS[sample["mixer"]].label}</h2>'
         '<p class="quiet">The best on held-out text, loaded again from where it was saved, goes on from the grey part.</p>'
         f'<pre><span class="quiet">{html.escape(sample["prompt"])}</span>{html.escape(sample["text"])}</pre>'
     )
@@ -394,27 +355,43 @@ def sample_section(content: dict) -> str:
 
 def method_of(content: dict) -> list[str]:
     settings = content['settings']
-    language, recall = settings['language'], settings['recall']
-    symbols, pairs = settings['recall_data']['symbols'], settings['recall_data']['train_pairs']
-    count = content['device']['threads']
-    threads = f', on {count} thread{"s" * (count > 1)}' if content['device']['type'] == 'cpu' else ''
-    windows = max(1, language['tokens'] // settings['seq_len'])
+    language = settings['language']
+    lines = [
+        f'{sizes_line(content)} Weights that all mixers have start equal; data, their order, the optimizer and its learning '
+        'rate, which is tuned for no mixer in particular, are the same.',
+    ]
+    if language:
+        lines.append(
+            f'Text: {settings["text"]["name"]} as bytes, {language["steps"]} steps of {language["tokens"]:,} tokens. Bits per '
+            'byte are over the held-out documents; paragraphs of theirs that stand elsewhere too are not trained on.',
+        )
+    for task in content['tasks'].values():
+        training = task['training']
+        lines.append(
+            f'{task["title"].capitalize()}: separate models of the same shape, {training["steps"]} steps of '
+            f'{training["tokens"]:,} tokens. A guess is right in {percent(task["chance"])}.',
+        )
+    lines += [
+        'All answers are single tokens, and only they are trained on; the sequences of the evaluation are the same for all '
+        'mixers and seeds.',
+        f'State: all that the cache keeps for a sequence of {STATE_TOKENS} tokens, convolutions included.',
+    ]
+    if 'kda' in content['mixers']:
+        lines.append('KDA has its bounded gate (safe_gate, lower bound -5), which its faster kernels need; KDN runs on these.')
+    if 'mamba2' in content['mixers']:
+        lines.append("Mamba-2 is FLA's, with a state of the same size; without mamba-ssm it runs in PyTorch, and slowly.")
+    if any('train_tokens_per_second' in x for x in content['mixers'].values()):
+        count = content['device']['threads']
+        threads = f', on {count} thread{"s" * (count > 1)}' if content['device']['type'] == 'cpu' else ''
+        windows = max(1, language['tokens'] // settings['seq_len'])
+        lines += [
+            'Speed: median over calls that the mixers make in turn, in one process, after warm-up'
+            f'{threads}. Training: steps of {windows} windows of {settings["seq_len"]} bytes, optimizer included. '
+            f'Decoding: {settings["decode_batch"]} sequences, one token after another from the cache.',
+            f'Training memory: {content["memory"]}.',
+        ]
     return [
-        'One backbone for all mixers. The width of its MLPs makes up for what a mixer has more or less, so that the numbers '
-        'of parameters agree within 1 %. Weights that all mixers have start equal; data, their order, the optimizer and '
-        'its learning rate, which is tuned for no mixer in particular, are the same.',
-        f'Text: {settings["text"]["name"]} as bytes, {language["steps"]} steps of {language["tokens"]:,} tokens. Bits per '
-        'byte are over the held-out documents; paragraphs of theirs that stand elsewhere too are not trained on.',
-        f'Recall: separate models of the same shape, {recall["steps"]} steps of {recall["tokens"]:,} tokens. A sequence '
-        'shows pairs of a key and a value, then asks each key once, in another order. '
-        f'There are {symbols} keys and as many values; training has {", ".join(map(str, pairs))} pairs.',
-        'KDA has its bounded gate (safe_gate, lower bound -5), which its faster kernels need; KDN runs on the same.',
-        'Speed: median over calls that the mixers make in turn, in one process, after warm-up'
-        f'{threads}. '
-        f'Training: steps of {windows} windows of {settings["seq_len"]} bytes, optimizer included. '
-        f'Decoding: {settings["decode_batch"]} sequences, one token after another from the cache.',
-        f'Training memory: {content["memory"]}.',
-        'State: all that the cache keeps for a sequence, convolutions included.',
+        *lines,
         'Loss curves are moving averages.',
         'Each model was saved, loaded again with AutoModelForCausalLM, and gave the same logits.',
     ]

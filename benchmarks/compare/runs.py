@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    from benchmarks.compare.data import Text
-    from benchmarks.compare.settings import Preset, Training
-
-TASKS = ('language', 'recall')
+    from benchmarks.compare.settings import Preset
+    from benchmarks.compare.tasks import Language, Synthetic
 
 
 @dataclass(frozen=True)
@@ -36,33 +34,30 @@ class Run:
     def name(self) -> str:
         return f'{self.mixer}-{self.task}-seed{self.seed}'
 
+    @property
+    def what(self) -> str:
+        return f'{self.task} seed {self.seed}'
+
     def model_folder(self, out: Path) -> Path:
-        """`models/<mixer>`, with the task and the seed where they are not the first."""
-        task = '' if self.task == TASKS[0] else f'-{self.task}'
+        """`models/<mixer>`, with the task unless it is text, and the seed unless it is 0."""
+        task = '' if self.task == 'language' else f'-{self.task}'
         seed = '' if self.seed == 0 else f'-seed{self.seed}'
         return out / 'models' / f'{self.mixer}{task}{seed}'
 
 
-def training_of(preset: Preset, task: str) -> Training:
-    return getattr(preset, task)
-
-
-def run_settings(run: Run, preset: Preset, config: PreTrainedConfig, text: Text, versions: dict, device: str) -> dict:
+def run_settings(
+    run: Run, preset: Preset, config: PreTrainedConfig, task: Language | Synthetic, versions: dict, device: str,
+) -> dict:
     """All that decides the result of a run, as it is stored beside the result."""
-    settings = {
+    return {
         **asdict(run),
-        **asdict(training_of(preset, run.task)),
+        **task.settings(),
         **asdict(preset.backbone),
         'intermediate_size': config.intermediate_size,
         'bf16': preset.bf16,
         'device': device,
         'versions': versions,
     }
-    if run.task == 'language':
-        settings |= {'seq_len': preset.seq_len, 'text': text.fingerprint}
-    else:
-        settings |= asdict(preset.recall_data)
-    return settings
 
 
 def result_file(out: Path, run: Run) -> Path:

@@ -9,7 +9,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from benchmarks.compare.mixers import MIXERS
+from benchmarks.compare.tasks import Needles, NoisyAssociations, Overwriting, Recall, Synthetic, Training
+from evals.synthetic import TokenNeedles
 
 
 @dataclass(frozen=True)
@@ -23,42 +27,70 @@ class Backbone:
     # the width of the MLPs is a multiple of it
     width_step: int
     initializer_range: float
+    # at least 256, the bytes of a text
     vocab_size: int = 256
-
-
-@dataclass(frozen=True)
-class Training:
-    """How long and how fast a task is trained."""
-    steps: int
-    # tokens of a step
-    tokens: int
-    learning_rate: float
-
-
-@dataclass(frozen=True)
-class Recall:
-    """Key-value recall; keys are the tokens below `symbols`, values the next `symbols` tokens."""
-    symbols: int
-    # numbers of pairs in a sequence
-    train_pairs: tuple[int, ...]
-    eval_pairs: tuple[int, ...]
-    eval_sequences: int
 
 
 @dataclass(frozen=True)
 class Preset:
     backbone: Backbone
+    mixers: tuple[str, ...]
     seq_len: int
-    language: Training
-    recall: Training
-    recall_data: Recall
+    # none where text is not learnt
+    language: Training | None
+    tasks: dict[str, Synthetic]
     device: str
     bf16: bool
     # speed: sequences decoded together, tokens of a timed block, blocks (and training steps) of which the median is taken
     decode_batch: int
     decode_tokens: int
     repeats: int
+    # processes that train at once
+    workers: int = 1
 
+
+# Sized to take minutes with three seeds, which cuts two things. There is one learning rate for all mixers: a search for each
+# would take several times as long. And steps are few, 5,100 over all tasks: those that small models learn in some hundred have
+# 1,000, recall, which takes longest, 1,500.
+GPU = Preset(
+    backbone=Backbone(
+        hidden_size=256, num_hidden_layers=2, num_heads=2, head_dim=64, intermediate_size=512, width_step=8,
+        initializer_range=0.03, vocab_size=320,
+    ),
+    mixers=(
+        'kdn-diagonal', 'kdn-isotropic', 'kda', 'gated-deltanet', 'gdn2', 'precond-kda', 'mamba2', 'attention', 'kdn-window',
+    ),
+    seq_len=512,
+    language=Training(steps=600, tokens=16384, learning_rate=2e-3),
+    tasks={
+        'recall': Recall(
+            Training(steps=1500, tokens=16384, learning_rate=2e-3),
+            symbols=128, train_pairs=(2, 4, 8, 16, 32, 64), eval_pairs=(8, 16, 32, 64, 96, 128), eval_sequences=128,
+            fillers=64, train_stretch=(1, 2), eval_lengths=(128, 256, 512, 1024, 2048), length_pairs=32,
+        ),
+        'needles': Needles(
+            Training(steps=1000, tokens=16384, learning_rate=2e-3),
+            TokenNeedles(needles=8, questions=8, keys=64, values=64, distractors=64),
+            train_lengths=(64, 128), eval_lengths=(64, 128, 256, 512, 1024), eval_sequences=128,
+        ),
+        'noisy': NoisyAssociations(
+            Training(steps=1000, tokens=16384, learning_rate=2e-3),
+            keys=64, values=16, train_writes=(2, 2, 4, 4, 8, 8, 16, 16), more_writes=((32,) * 4, (64,) * 4),
+            eval_sequences=512, reliability=0.5,
+        ),
+        'overwriting': Overwriting(
+            Training(steps=1000, tokens=16384, learning_rate=2e-3),
+            keys=64, values=64, train_writes=(1, 1, 2, 2, 4, 4, 8, 8, 16, 16), more_writes=((32,) * 4, (64,) * 4),
+            eval_sequences=512,
+        ),
+    },
+    device='cuda',
+    bf16=True,
+    decode_batch=32,
+    decode_tokens=64,
+    repeats=15,
+    workers=16,
+)
 
 PRESETS = {
     'cpu': Preset(
@@ -66,31 +98,46 @@ PRESETS = {
             hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=32, intermediate_size=160, width_step=1,
             initializer_range=0.06,
         ),
+        mixers=('kdn-diagonal', 'kdn-isotropic', 'kda', 'gated-deltanet'),
         seq_len=256,
         language=Training(steps=400, tokens=2048, learning_rate=1e-2),
-        recall=Training(steps=600, tokens=2048, learning_rate=2e-3),
-        recall_data=Recall(symbols=64, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 16, 32, 64), eval_sequences=64),
+        tasks={
+            'recall': Recall(
+                Training(steps=600, tokens=2048, learning_rate=2e-3),
+                symbols=64, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 16, 32, 64), eval_sequences=64,
+            ),
+        },
         device='cpu',
         bf16=False,
         decode_batch=4,
         decode_tokens=16,
         repeats=7,
     ),
-    'gpu': Preset(
-        backbone=Backbone(
-            hidden_size=512, num_hidden_layers=6, num_heads=4, head_dim=128, intermediate_size=1408, width_step=32,
-            initializer_range=0.02,
-        ),
-        seq_len=1024,
-        language=Training(steps=500, tokens=16384, learning_rate=1e-3),
-        recall=Training(steps=2000, tokens=16384, learning_rate=1e-3),
-        recall_data=Recall(
-            symbols=128, train_pairs=(2, 4, 8, 16, 32, 64), eval_pairs=(8, 16, 32, 64, 128), eval_sequences=256,
-        ),
-        device='cuda',
-        bf16=True,
-        decode_batch=32,
-        decode_tokens=64,
-        repeats=15,
+    'gpu': GPU,
+    # KDN with one option changed, beside KDN
+    'ablations': replace(
+        GPU,
+        mixers=tuple(mixer for mixer in MIXERS if mixer.startswith(('kdn-diagonal', 'kdn-isotropic'))),
+        language=None,
+        tasks={name: GPU.tasks[name] for name in ('recall', 'noisy', 'overwriting')},
+    ),
+    # both approximations beside the full covariance, which is a loop over tokens: small keys, short sequences
+    'exact': replace(
+        GPU,
+        backbone=replace(GPU.backbone, hidden_size=64, head_dim=16, intermediate_size=128, width_step=1,
+                         initializer_range=0.06),
+        mixers=('kdn-exact', 'kdn-diagonal', 'kdn-isotropic', 'kdn-diagonal-mu-1', 'kdn-isotropic-mu-1', 'kda'),
+        language=None,
+        tasks={
+            'recall': Recall(
+                Training(steps=800, tokens=4096, learning_rate=4e-3),
+                symbols=32, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 12, 16, 24), eval_sequences=256,
+            ),
+            'noisy': NoisyAssociations(
+                Training(steps=800, tokens=4096, learning_rate=4e-3),
+                keys=32, values=8, train_writes=(2, 2, 4, 4, 8, 8), more_writes=((16,) * 3,), eval_sequences=512,
+                reliability=0.5,
+            ),
+        },
     ),
 }

@@ -12,28 +12,27 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from benchmarks.compare.data import IGNORE, recall_batches, recall_evaluation
+from benchmarks.compare.data import IGNORE
 from benchmarks.compare.mixers import build_model
-from benchmarks.compare.runs import training_of
 from fla_kdn.models.optim import parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from benchmarks.compare.data import Text
     from benchmarks.compare.runs import Run
-    from benchmarks.compare.settings import Preset, Training
+    from benchmarks.compare.tasks import Language, Synthetic, Training
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -43,6 +42,9 @@ WARMUP_SHARE = 0.1
 # points of a loss curve, each the mean over the steps since the last
 CURVE_POINTS = 100
 EVAL_TOKENS = 16384
+STATE_TOKENS = 512
+# batches among which the shapes of a task are looked for
+WARM_BATCHES = 50
 
 RELOAD_TOLERANCE = 1e-5
 
@@ -78,27 +80,23 @@ def train_step(model, optimizer, inputs, targets, bf16: bool) -> torch.Tensor:
 
 def train(
     run: Run,
-    preset: Preset,
     config: PreTrainedConfig,
-    text: Text,
+    task: Language | Synthetic,
+    bf16: bool,
     device: torch.device,
     out: Path,
     report: Callable[[int, int, float], None],
 ) -> dict:
     """Train, score, save and load again; `report(steps done, tokens done, loss)` is called as it goes."""
-    training = training_of(preset, run.task)
+    training = task.training
     model = build_model(config, run.seed).to(device).train()
     optimizer, schedule = make_optimizer(model, training)
-    if run.task == 'language':
-        batches = text.batches(training, preset.seq_len, run.seed)
-    else:
-        batches = recall_batches(preset.recall_data, training, run.seed)
 
     curve = {'step': [], 'loss': []}
     pending, tokens, start = [], 0, time.perf_counter()
     every = max(1, training.steps // CURVE_POINTS)
-    for step, (inputs, targets) in enumerate(batches, start=1):
-        pending.append(train_step(model, optimizer, inputs.to(device), targets.to(device), preset.bf16))
+    for step, (inputs, targets) in enumerate(task.batches(run.seed), start=1):
+        pending.append(train_step(model, optimizer, inputs.to(device), targets.to(device), bf16))
         schedule.step()
         tokens += inputs.numel()
         if step % every == 0 or step == training.steps:
@@ -112,34 +110,70 @@ def train(
 
     result = {'curve': curve, 'tokens': tokens, 'seconds': time.perf_counter() - start}
     model.eval()
-    if run.task == 'language':
-        windows = text.validation_windows(preset.seq_len)
-        result['bits_per_byte'] = score(model, *windows, preset.bf16)[0] / math.log(2)
-    else:
-        result['recall'] = {
-            str(pairs): score(model, *recall_evaluation(preset.recall_data, pairs), preset.bf16)[1]
-            for pairs in preset.recall_data.eval_pairs
-        }
+    result |= task.evaluate(model, bf16)
+    result['state_bytes'] = state_size(model, bf16)
     folder = run.model_folder(out)
     model.save_pretrained(folder)
-    result['reload_error'] = reload_error(model, folder, preset.bf16)
+    result['reload_error'] = reload_error(model, folder, bf16)
     return result
+
+
+def warm_up(config: PreTrainedConfig, tasks: list[Language | Synthetic], bf16: bool, device: torch.device) -> None:
+    """Train on a batch of each shape that a task has, and evaluate: kernels are compiled and tuned, and kept on disk."""
+    model = build_model(config, seed=0).to(device)
+    for task in tasks:
+        optimizer, _ = make_optimizer(model.train(), task.training)
+        shapes = {inputs.shape: (inputs, targets) for inputs, targets in islice(task.batches(seed=0), WARM_BATCHES)}
+        for inputs, targets in shapes.values():
+            train_step(model, optimizer, inputs.to(device), targets.to(device), bf16)
+        task.evaluate(model.eval(), bf16)
+
+
+def logits_of(
+    model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, bf16: bool,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits in fp32 and targets, on the model's device, of some sequences at a time."""
+    size = max(1, EVAL_TOKENS // inputs.shape[1])
+    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        with precision(model.device, bf16):
+            logits = model(input_ids=x.to(model.device), use_cache=False).logits
+        yield logits.float(), y.to(model.device)
 
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, bf16: bool) -> tuple[float, float]:
     """Mean cross entropy in nats and accuracy over the scored targets."""
     loss, right, count = 0.0, 0, 0
-    size = max(1, EVAL_TOKENS // inputs.shape[1])
-    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-        x, y = x.to(model.device), y.to(model.device).flatten()
-        with precision(model.device, bf16):
-            logits = model(input_ids=x, use_cache=False).logits.flatten(0, 1).float()
+    for logits, y in logits_of(model, inputs, targets, bf16):
         scored = y != IGNORE
-        loss += F.cross_entropy(logits, y, ignore_index=IGNORE, reduction='sum').item()
+        loss += F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction='sum').item()
         right += (logits.argmax(-1) == y)[scored].sum().item()
         count += scored.sum().item()
     return loss / count, right / count
+
+
+@torch.inference_mode()
+def is_right(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, bf16: bool) -> torch.Tensor:
+    """Whether the likeliest token is the target, `[sequences, tokens]`."""
+    return torch.cat([(logits.argmax(-1) == y).cpu() for logits, y in logits_of(model, inputs, targets, bf16)])
+
+
+@torch.inference_mode()
+def state_size(model: PreTrainedModel, bf16: bool) -> int:
+    """Bytes that the cache keeps for a sequence of `STATE_TOKENS` tokens."""
+    prompt = torch.zeros(1, STATE_TOKENS, dtype=torch.long, device=model.device)
+    with precision(model.device, bf16):
+        cache = model(input_ids=prompt, use_cache=True).past_key_values
+    return sum(x.nbytes for x in tensors_of(list(cache)))
+
+
+def tensors_of(state: object) -> Iterable[torch.Tensor]:
+    """All tensors of nested containers."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, (dict, list, tuple)):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from tensors_of(value)
 
 
 @torch.inference_mode()

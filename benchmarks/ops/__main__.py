@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import triton
 from rich.console import Console
 
 import fla_kdn
+from benchmarks.commit import find_commit
 from benchmarks.ops.measure import measure_ceilings, measure_group, profile_op, warm
 from benchmarks.ops.registry import MODES, OPS
 from benchmarks.ops.report import group_table, kernel_table, write_json, write_plot
@@ -55,16 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder; default: %(default)s')
     parser.add_argument('--list', action='store_true', help='list the ops')
     return parser
-
-
-def find_commit() -> str | None:
-    """The commit that is checked out, marked if files differ from it; `None` outside a repository."""
-    command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
-    try:
-        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
-        return None
-    return result.stdout.strip() or None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import fla_kdn
-from benchmarks.ops.__main__ import find_commit
+from benchmarks.commit import find_commit
 from benchmarks.ops.report import write_json
 from benchmarks.throughput.measure import METHOD, count_parameters, measure_group, warm
 from benchmarks.throughput.plan import PLANS

@@ -16,23 +16,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.compare import measure, mixers
-from benchmarks.compare.data import (
-    IGNORE,
-    SHARED_LENGTH,
-    Text,
-    paragraphs,
-    read_documents,
-    recall_batch,
-    recall_batches,
-    split,
-)
+from benchmarks.compare import measure, mixers, workers
+from benchmarks.compare.data import SHARED_LENGTH, Text, paragraphs, read_documents, split
 from benchmarks.compare.mixers import MIXERS, build_config, build_model, count_parameters, matched_config
-from benchmarks.compare.settings import PRESETS, Backbone, Recall, Training
+from benchmarks.compare.settings import PRESETS, Backbone
+from benchmarks.compare.tasks import Needles, NoisyAssociations, Overwriting, Recall, Training
+from evals.synthetic import TokenNeedles
 from fla_kdn.models.optim import parameter_groups
 
 job = import_module('benchmarks.compare.__main__')
 
+TRAINING = Training(steps=50, tokens=64, learning_rate=1e-3)
 TINY = replace(
     PRESETS['cpu'],
     backbone=Backbone(
@@ -45,13 +39,21 @@ TINY = replace(
         initializer_range=0.04,
     ),
     seq_len=32,
-    language=Training(steps=50, tokens=64, learning_rate=1e-3),
-    recall=Training(steps=50, tokens=64, learning_rate=1e-3),
-    recall_data=Recall(symbols=8, train_pairs=(2, 4), eval_pairs=(2, 8), eval_sequences=4),
+    language=TRAINING,
+    tasks={'recall': Recall(TRAINING, symbols=8, train_pairs=(2, 4), eval_pairs=(2, 8), eval_sequences=4)},
     decode_batch=2,
     decode_tokens=2,
     repeats=1,
 )
+WRITES = {'keys': 8, 'values': 4, 'train_writes': (1, 2), 'more_writes': ((4,),), 'eval_sequences': 32}
+ALL_TASKS = {
+    **TINY.tasks,
+    'needles': Needles(TRAINING, TokenNeedles(keys=4, values=4, distractors=4), (16,), (16, 32), eval_sequences=4),
+    'noisy': NoisyAssociations(TRAINING, **WRITES, reliability=0.6),
+    'overwriting': Overwriting(TRAINING, **WRITES),
+}
+CPU_MIXERS = [mixer for mixer in MIXERS if not MIXERS[mixer].needs_gpu]
+DEFAULT_MIXERS = PRESETS['cpu'].mixers
 DOCUMENTS = {
     f'{i}.txt': '\n\n'.join([f'Document {i}.', *(f'{i}, paragraph {j}: ' + 'some words of it ' * 6 for j in range(8))])
     for i in range(20)
@@ -74,36 +76,18 @@ def compare(monkeypatch, tmp_path):
 @pytest.fixture
 def trained(monkeypatch):
     """Names of the runs that are trained from now on."""
-    names, train = [], job.train
+    names, train = [], workers.train
 
     def recording(run, *args):
         names.append(run.name)
         return train(run, *args)
 
-    monkeypatch.setattr(job, 'train', recording)
+    monkeypatch.setattr(workers, 'train', recording)
     return names
 
 
-def test_recall_answers_are_those_shown():
-    recall, pairs = Recall(symbols=16, train_pairs=(2, 8), eval_pairs=(4,), eval_sequences=4), 5
-    inputs, targets = recall_batch(recall, pairs, 7, torch.Generator().manual_seed(0))
-    assert inputs.shape == targets.shape == (7, 4 * pairs - 1)
-    for x, y in zip(inputs.tolist(), targets.tolist(), strict=True):
-        shown = dict(zip(x[:2 * pairs:2], x[1:2 * pairs:2], strict=True))
-        assert len(shown) == pairs
-        assert max(shown) < recall.symbols <= min(shown.values())
-        # an answer stands where its key is read, and every key is asked
-        assert {x[i]: token for i, token in enumerate(y) if token != IGNORE and i >= 2 * pairs} == shown
-        assert sum(token != IGNORE for token in y) == pairs
-        # the next input is the answer
-        assert all(token in (IGNORE, after) for token, after in zip(y, x[1:], strict=False))
-
-
-def test_recall_data_follow_the_seed():
-    first, again, other = ([x for x, _ in recall_batches(TINY.recall_data, TINY.recall, seed)] for seed in (0, 0, 1))
-    assert len(first) == TINY.recall.steps
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-    assert not all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+def read_results(tmp_path) -> dict:
+    return json.loads((tmp_path / 'out' / 'results.json').read_text())
 
 
 def long_paragraphs(texts: list[str]) -> set[str]:
@@ -151,7 +135,11 @@ def test_documentation_of_python_may_be_missing(monkeypatch):
     ('--seq-len', '1000000', '--seq-len 1000000'),
     ('--steps', '0', '--steps'),
     ('--seeds', '1,1', '--seeds'),
-    ('--mixers', 'attention', '--mixers'),
+    ('--mixers', 'mamba', '--mixers'),
+    ('--mixers', 'gdn2', 'gdn2 runs on a GPU only'),
+    ('--tasks', 'noisy', 'noisy is not among language, recall'),
+    ('--deadline', '-1', '--deadline'),
+    ('--workers', '0', '--workers'),
 ])
 def test_bad_arguments_are_named(compare, capsys, argument, value, match):
     with pytest.raises(SystemExit, match='2'):
@@ -160,14 +148,25 @@ def test_bad_arguments_are_named(compare, capsys, argument, value, match):
 
 
 @pytest.mark.parametrize('mixer', MIXERS)
-@pytest.mark.parametrize('preset', [PRESETS['cpu'], PRESETS['gpu'], TINY], ids=['cpu', 'gpu', 'tiny'])
-def test_models_have_one_size(preset, mixer):
-    backbone = preset.backbone
+@pytest.mark.parametrize('name', PRESETS)
+def test_models_have_one_size(name, mixer):
+    backbone = PRESETS[name].backbone
     target = count_parameters(build_config('kda', backbone, backbone.intermediate_size))
     config, parameters = matched_config(mixer, backbone)
     assert abs(parameters / target - 1) <= 0.01
     if backbone.hidden_size < 128:
         assert sum(p.numel() for p in build_model(config, seed=0).parameters()) == parameters
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_presets_fit_together(name):
+    preset = PRESETS[name]
+    assert set(preset.mixers) <= set(MIXERS)
+    for task in preset.tasks.values():
+        inputs, _ = next(task.batches(seed=0))
+        assert inputs.numel() <= task.training.tokens
+        for x in (inputs, *(evaluation.inputs for evaluation in task.evaluations())):
+            assert x.min() >= 0 and x.max() < preset.backbone.vocab_size
 
 
 def test_a_size_that_cannot_be_matched_is_refused():
@@ -176,14 +175,15 @@ def test_a_size_that_cannot_be_matched_is_refused():
 
 
 def test_weights_that_all_mixers_have_start_equal():
-    models = [dict(build_model(matched_config(mixer, TINY.backbone)[0], seed=3).named_parameters()) for mixer in MIXERS]
+    configs = [matched_config(mixer, TINY.backbone)[0] for mixer in DEFAULT_MIXERS]
+    models = [dict(build_model(config, seed=3).named_parameters()) for config in configs]
     for name in ('model.embeddings', 'lm_head', 'model.layers.0.attn.k_proj', 'model.layers.0.attn.v_conv1d'):
         assert all(torch.equal(model[f'{name}.weight'], models[0][f'{name}.weight']) for model in models)
     again = dict(build_model(matched_config('kda', TINY.backbone)[0], seed=4).named_parameters())
     assert not torch.equal(again['lm_head.weight'], models[0]['lm_head.weight'])
 
 
-@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('mixer', ['kdn-diagonal', 'kda', 'gated-deltanet', 'gdn2', 'precond-kda', 'mamba2', 'kdn-exact'])
 def test_loaded_models_keep_their_undecayed_parameters(mixer, tmp_path):
     model = build_model(matched_config(mixer, TINY.backbone)[0], seed=0)
     flagged = {name for name, p in model.named_parameters() if getattr(p, '_no_weight_decay', False)}
@@ -201,12 +201,12 @@ def test_loaded_models_keep_their_undecayed_parameters(mixer, tmp_path):
 
 def test_job_reports_and_resumes(compare, trained, tmp_path, capsys):
     assert compare('--steps', '2') == 0
-    assert len(trained) == 2 * len(MIXERS)
+    assert len(trained) == 2 * len(DEFAULT_MIXERS)
     out = tmp_path / 'out'
-    content = json.loads((out / 'results.json').read_text())
-    assert list(content['mixers']) == list(MIXERS) and not content['failures']
+    content = read_results(tmp_path)
+    assert tuple(content['mixers']) == DEFAULT_MIXERS and not content['failures'] and not content['not_run']
     for mixer, x in content['mixers'].items():
-        assert x['bits_per_byte']['mean'] > 0 and set(x['recall']) == {'2', '8'}
+        assert x['bits_per_byte']['mean'] > 0 and set(x['accuracy']['recall']['pairs']) == {'2', '8'}
         assert x['train_tokens_per_second'] > 0 and x['decode_tokens_per_second'] > 0
         # at least weights, gradients and two moments, in fp32
         assert x['memory_bytes'] > 16 * x['parameters']
@@ -218,6 +218,7 @@ def test_job_reports_and_resumes(compare, trained, tmp_path, capsys):
     assert content['sample']['mixer'] == best and content['sample']['text']
     page = (out / 'report.html').read_text()
     assert page.count('data:image/png;base64,') == 6 and 'Gated DeltaNet' in page and 'http' not in page
+    assert 'Gated DeltaNet' in capsys.readouterr().out
 
     trained.clear()
     assert compare('--steps', '2', '--resume') == 0
@@ -227,8 +228,44 @@ def test_job_reports_and_resumes(compare, trained, tmp_path, capsys):
     assert 'steps was 2 and is now 3' in capsys.readouterr().err
 
 
+def test_all_tasks_are_reported(compare, monkeypatch, tmp_path):
+    monkeypatch.setitem(PRESETS, 'cpu', replace(TINY, tasks=ALL_TASKS))
+    assert compare('--steps', '1', '--mixers', 'kda', 'attention', '--seeds', '2', '--no-speed') == 0
+    out, content = tmp_path / 'out', read_results(tmp_path)
+    for x in content['mixers'].values():
+        assert x['state_bytes'] > 0 and 'train_tokens_per_second' not in x
+        assert {task: set(panels) for task, panels in x['accuracy'].items()} == {
+            task: set(about.panels) for task, about in ALL_TASKS.items()
+        }
+        assert all(0 <= value['mean'] <= 1 and len(value['values']) == 2
+                   for panels in x['accuracy'].values() for places in panels.values() for value in places.values())
+    # a plot for each task, the losses, in two themes; no speed
+    page = (out / 'report.html').read_text()
+    assert page.count('data:image/png;base64,') == 2 * (len(ALL_TASKS) + 1)
+    assert {path.stem for path in (out / 'plots').iterdir()} == {*ALL_TASKS, 'losses'}
+    text = (out / 'results.md').read_text()
+    assert {line.split()[0] for line in text.splitlines() if line.startswith('#')} == {'###'}
+    for about in ALL_TASKS.values():
+        assert f'**{about.title}**' in text
+    assert {line for line in text.splitlines() if line.startswith('!')} == {
+        f'![{about.title.capitalize()}](plots/{task}.png)' for task, about in ALL_TASKS.items()
+    }
+    # every row of a table has the cells of its head
+    for table in text.split('\n\n'):
+        assert len({line.replace('\\|', '').count('|') for line in table.splitlines() if line.startswith('|')}) <= 1
+    noisy = content['tasks']['noisy']
+    assert f'| *best possible* | *{noisy["best"]["last_right"]["1"]:.1%}*' in text
+
+
+def test_tasks_are_chosen(compare, trained, tmp_path):
+    assert compare('--steps', '1', '--mixers', 'kda', '--tasks', 'recall') == 0
+    assert trained == ['kda-recall-seed0']
+    content = read_results(tmp_path)
+    assert 'sample' not in content and 'bits_per_byte' not in content['mixers']['kda']
+
+
 def test_interrupted_job_goes_on_where_it_was(compare, trained, monkeypatch):
-    names, train = trained, job.train
+    names, train = trained, workers.train
 
     def interrupted(run, *args):
         if len(names) == 2:
@@ -236,18 +273,18 @@ def test_interrupted_job_goes_on_where_it_was(compare, trained, monkeypatch):
         return train(run, *args)
 
     arguments = ('--steps', '1', '--mixers', 'kda', '--seeds', '2')
-    monkeypatch.setattr(job, 'train', interrupted)
+    monkeypatch.setattr(workers, 'train', interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare(*arguments)
     assert names == ['kda-language-seed0', 'kda-recall-seed0']
     names.clear()
-    monkeypatch.setattr(job, 'train', train)
+    monkeypatch.setattr(workers, 'train', train)
     assert compare(*arguments, '--resume') == 0
     assert names == ['kda-language-seed1', 'kda-recall-seed1']
 
 
 def test_a_mixer_that_fails_is_reported_and_the_others_go_on(compare, monkeypatch, tmp_path, capsys):
-    train = job.train
+    train = workers.train
 
     def failing(run, *args):
         if run.mixer == 'gated-deltanet' and run.task == 'recall':
@@ -257,14 +294,29 @@ def test_a_mixer_that_fails_is_reported_and_the_others_go_on(compare, monkeypatc
     def no_config(**_):
         raise RuntimeError('no such mixer')
 
-    monkeypatch.setattr(job, 'train', failing)
-    monkeypatch.setitem(mixers.MIXERS, 'kdn-isotropic', (no_config, {}))
+    monkeypatch.setattr(workers, 'train', failing)
+    monkeypatch.setitem(mixers.MIXERS, 'kdn-isotropic', replace(MIXERS['kdn-isotropic'], config_class=no_config))
     assert compare('--steps', '1', '--mixers', 'kda', 'gated-deltanet', 'kdn-isotropic') == 0
-    content = json.loads((tmp_path / 'out' / 'results.json').read_text())
+    content = read_results(tmp_path)
     assert list(content['mixers']) == ['kda', 'gated-deltanet']
-    assert 'bits_per_byte' in content['mixers']['gated-deltanet'] and 'recall' not in content['mixers']['gated-deltanet']
-    assert 'not on this machine' in content['failures']['gated-deltanet']
-    assert 'no such mixer' in content['failures']['kdn-isotropic']
-    assert 'not on this machine' in (tmp_path / 'out' / 'report.html').read_text()
-    assert 'kdn-isotropic could not be compared in full' in capsys.readouterr().out
+    assert 'bits_per_byte' in content['mixers']['gated-deltanet'] and not content['mixers']['gated-deltanet']['accuracy']
+    assert content['failures'] == [
+        {'mixer': 'kdn-isotropic', 'what': 'everything', 'reason': 'RuntimeError: no such mixer'},
+        {'mixer': 'gated-deltanet', 'what': 'recall seed 0', 'reason': 'RuntimeError: not on this machine'},
+    ]
+    for name in ('report.html', 'results.md'):
+        assert 'not on this machine' in (tmp_path / 'out' / name).read_text()
+    assert 'Gated DeltaNet, recall seed 0: RuntimeError: not on this machine' in capsys.readouterr().out
     assert compare('--steps', '1', '--mixers', 'kdn-isotropic') == 1
+
+
+def test_no_run_begins_after_the_deadline(compare, trained, tmp_path, capsys):
+    arguments = ('--steps', '1', '--mixers', 'kda')
+    assert compare(*arguments, '--tasks', 'recall') == 0
+    trained.clear()
+    assert compare(*arguments, '--deadline', '0', '--resume') == 0
+    assert not trained
+    content = read_results(tmp_path)
+    assert content['not_run'] == {'language seed 0': ['kda']} and content['mixers']['kda']['accuracy']
+    assert '<b>language seed 0, KDA</b>: not begun' in (tmp_path / 'out' / 'report.html').read_text()
+    assert 'language seed 0, KDA: not begun before the deadline' in capsys.readouterr().out

@@ -1,0 +1,231 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+"""Results over seeds, in tables for the terminal, for the page and for Markdown: a row for each mixer, a column a number."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from benchmarks.compare.mixers import MIXERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from benchmarks.compare.runs import Run
+    from benchmarks.compare.tasks import Synthetic
+
+
+def spread_of(values: list[float]) -> dict:
+    """Mean over seeds and sample standard deviation, which one seed does not have."""
+    return {
+        'mean': statistics.fmean(values),
+        'spread': statistics.stdev(values) if len(values) > 1 else None,
+        'values': values,
+    }
+
+
+def summarize(results: dict[Run, dict]) -> dict:
+    """One mixer's results over its seeds."""
+    curves: dict[str, list] = {}
+    accuracies: dict[str, list] = {}
+    for run, result in results.items():
+        curves.setdefault(run.task, []).append({'seed': run.seed, **result['curve']})
+        if 'accuracy' in result:
+            accuracies.setdefault(run.task, []).append(result['accuracy'])
+    # the same for all tasks
+    summary: dict = {'curves': curves, 'state_bytes': next(iter(results.values()))['state_bytes']}
+    bits = [result['bits_per_byte'] for result in results.values() if 'bits_per_byte' in result]
+    if bits:
+        summary['bits_per_byte'] = spread_of(bits)
+    summary['accuracy'] = {
+        task: {
+            panel: {place: spread_of([x[panel][place] for x in found]) for place in places}
+            for panel, places in found[0].items()
+        } for task, found in accuracies.items()
+    }
+    return summary
+
+
+def describe_task(task: Synthetic) -> dict:
+    """What a report needs to know of a task."""
+    return {
+        'title': task.title,
+        'description': task.describe(),
+        'chance': task.chance,
+        'training': task.settings(),
+        'panels': {name: panel._asdict() for name, panel in task.panels.items()},
+        'best': task.best(),
+    }
+
+
+@dataclass(frozen=True)
+class Column:
+    """How to find a number and how to write it; `best` picks the winner, if there is one."""
+    title: str
+    value: Callable[[dict], dict | float | None]
+    form: Callable[[float], str]
+    best: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table: what it is of, its columns, rows of cells that stand above those of the mixers; if it is of a task, which one,
+    and the column that counts."""
+    title: str
+    columns: list[Column]
+    references: dict[str, list[str]]
+    task: str | None = None
+    headline: Column | None = None
+
+
+def blocks_of(content: dict) -> Iterator[Block]:
+    """The tables of a report, without those of which no mixer has a number."""
+    yield Block('Overview', known(overview_columns(), content), {})
+    for name, task in content['tasks'].items():
+        for panel, about in task['panels'].items():
+            best = task['best'][panel]
+            columns = [
+                Column(place, lambda x, name=name, panel=panel, place=place: accuracy(x, name, panel, place), percent, max)
+                for place in best
+            ]
+            if not known(columns, content):
+                continue
+            references = {'guessing': [percent(task['chance'])] * len(best)}
+            if min(best.values()) < 1:
+                references['best possible'] = [percent(x) for x in best.values()]
+            title = f'{task["title"].capitalize()}, {about["title"]}: accuracy by {about["xlabel"]}'
+            # the hardest of what training has
+            seen = [x for x in columns if int(x.title) <= about['trained'][1]]
+            yield Block(title, columns, references, name, seen[-1] if seen else columns[0])
+
+
+def overview_columns() -> list[Column]:
+    def named(key: str) -> Callable:
+        return lambda x: x.get(key)
+
+    return [
+        Column('parameters', named('parameters'), '{:,.0f}'.format),
+        Column('state, bytes per sequence', named('state_bytes'), '{:,.0f}'.format, min),
+        Column('bits per byte', named('bits_per_byte'), '{:.3f}'.format, min),
+        Column('training tokens/s', named('train_tokens_per_second'), '{:,.0f}'.format, max),
+        Column('decoding tokens/s', named('decode_tokens_per_second'), '{:,.0f}'.format, max),
+        Column('training memory, MiB', named('memory_bytes'), lambda x: f'{x / 2**20:,.1f}', min),
+    ]
+
+
+def accuracy(summary: dict, task: str, panel: str, place: str) -> dict | None:
+    return summary.get('accuracy', {}).get(task, {}).get(panel, {}).get(place)
+
+
+def percent(x: float) -> str:
+    return f'{x:.1%}'
+
+
+def known(columns: list[Column], content: dict) -> list[Column]:
+    return [x for x in columns if any(x.value(mixer) is not None for mixer in content['mixers'].values())]
+
+
+def cells(column: Column, mixers: dict[str, dict]) -> list[tuple[str, bool]]:
+    """The text of each mixer's cell, and whether it is the best, which no two mixers are."""
+    found = [column.value(x) for x in mixers.values()]
+    means = [x['mean'] if isinstance(x, dict) else x for x in found]
+    written_means = [column.form(x) for x in means if x is not None]
+    best = column.form(column.best(x for x in means if x is not None)) if column.best and written_means else None
+    written = []
+    for value, mean in zip(found, means, strict=True):
+        if mean is None:
+            written.append(('–', False))
+            continue
+        text = column.form(mean)
+        is_best = text == best and written_means.count(best) == 1 and len(written_means) > 1
+        if isinstance(value, dict) and value['spread'] is not None:
+            text += f' ± {column.form(value["spread"])}'
+        written.append((text, is_best))
+    return written
+
+
+def rows(block: Block, mixers: dict[str, dict]) -> dict[str, list[tuple[str, bool]]]:
+    """The cells of each mixer, in the order of the columns."""
+    return dict(zip(mixers, zip(*(cells(column, mixers) for column in block.columns), strict=True), strict=True))
+
+
+def tables(content: dict) -> Iterator[Table]:
+    """The tables for the terminal."""
+    seeds = ', '.join(map(str, content['settings']['seeds']))
+    for block in blocks_of(content):
+        result = Table(title=f'{block.title}\n{content["device"]["name"]}, seeds {seeds}')
+        result.add_column('')
+        for column in block.columns:
+            result.add_column(column.title, justify='right')
+        for name, texts in block.references.items():
+            result.add_row(name, *texts, style='dim')
+        for mixer, row in rows(block, content['mixers']).items():
+            result.add_row(MIXERS[mixer].label, *(f'[bold]{text}[/bold]' if best else text for text, best in row))
+        yield result
+
+
+def failure_lines(content: dict) -> list[tuple[str, str]]:
+    """What could not be run, and why; one reason is given once for a mixer."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for failure in content['failures']:
+        reasons.setdefault((failure['mixer'], failure['reason']), []).append(failure['what'])
+    lines = [(f'{MIXERS[mixer].label}, {"; ".join(what)}', reason) for (mixer, reason), what in reasons.items()]
+    for what, left in content['not_run'].items():
+        lines.append((f'{what}, {", ".join(MIXERS[mixer].label for mixer in left)}', 'not begun before the deadline'))
+    return lines
+
+
+def markdown(content: dict) -> str:
+    """All tables, under headings of the third level, and the plots of the tasks."""
+    settings = content['settings']
+    versions = ', '.join(f'{name} {version}' for name, version in content['versions'].items())
+    seeds = ', '.join(map(str, settings['seeds']))
+    commit = f'commit {content["commit"]}' if content['commit'] else 'commit not recorded'
+    lines = [
+        f'`{content["command"]}` on {content["device"]["name"]}; {versions}; {commit}; seeds {seeds}, mean ± sample standard '
+        f'deviation. {sizes_line(content)}', '',
+    ]
+    shown: set[str | None] = {None}
+    for block in blocks_of(content):
+        lines += [f'### {block.title}', '']
+        if block.task not in shown:
+            shown.add(block.task)
+            lines += [f'![{content["tasks"][block.task]["title"].capitalize()}](plots/{block.task}.png)', '']
+        lines += ['| | ' + ' | '.join(column.title for column in block.columns) + ' |']
+        lines.append('|---|' + '---:|' * len(block.columns))
+        for name, texts in block.references.items():
+            lines.append(f'| *{name}* | ' + ' | '.join(f'*{text}*' for text in texts) + ' |')
+        for mixer, row in rows(block, content['mixers']).items():
+            texts = (f'**{text}**' if best else text for text, best in row)
+            lines.append(f'| {MIXERS[mixer].label} | ' + ' | '.join(texts) + ' |')
+        lines.append('')
+    if content['tasks']:
+        lines += ['### Tasks', '']
+        lines += [
+            f'- **{task["title"]}**: {task["description"]} {task["training"]["steps"]:,} steps of '
+            f'{task["training"]["tokens"]:,} tokens.' for task in content['tasks'].values()
+        ]
+        lines.append('')
+    if failures := failure_lines(content):
+        lines += ['### Not run', '']
+        lines += [f'- {what}: {reason}' for what, reason in failures]
+        lines.append('')
+    return '\n'.join(lines)
+
+
+def sizes_line(content: dict) -> str:
+    backbone = content['settings']['backbone']
+    return (
+        f'One backbone of {backbone["num_hidden_layers"]} layers of width {backbone["hidden_size"]}, '
+        f'{backbone["num_heads"]} heads of {backbone["head_dim"]}; the width of the MLPs makes the numbers of parameters '
+        'agree within 1 %.'
+    )
