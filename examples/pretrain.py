@@ -275,9 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         trainer = prepare(args)
         if trainer is not None:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-            if is_main:
-                last = checkpoints(args.output_dir)[-1]
-                print(f'for from_pretrained: python examples/pretrain.py export {last} FOLDER')
+            # none with --save_strategy no
+            if is_main and (written := checkpoints(args.output_dir)):
+                print(f'for from_pretrained: python examples/pretrain.py export {written[-1]} FOLDER')
         if dist.is_initialized():
             # if DDP were the last to hold the process group, it would wait for gloo's threads while it has the GIL they need
             trainer = None
