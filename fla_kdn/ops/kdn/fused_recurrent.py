@@ -19,14 +19,14 @@ from fla.utils import input_guard
 from fla_kdn.ops.kdn.chunk import run_kdn
 from fla_kdn.ops.kdn.gain_triton import FLOOR, key_row, log_decay_row, noise_row, pool
 from fla_kdn.ops.kdn.inputs import LOWER_BOUND
-from fla_kdn.ops.kdn.uncertainty import make_uncertainty
+from fla_kdn.ops.kdn.uncertainty import KDNUncertainty, innovation_log_likelihood
 
 if TYPE_CHECKING:
     from fla_kdn.ops.kdn.uncertainty import KDNResult
 
 
 # no heuristics: evaluating them would cost a decoding step more time on the host than the kernel takes
-@triton.jit(do_not_specialize=['T'])
+@triton.jit(do_not_specialize=['s_var', 'T'])
 def fused_recurrent_kdn_fwd_kernel(
     q,
     k,
@@ -43,6 +43,7 @@ def fused_recurrent_kdn_fwd_kernel(
     ht,
     pt,
     variances,
+    s_var,
     squares,
     cu_seqlens,
     ssm_state_indices,
@@ -80,8 +81,9 @@ def fused_recurrent_kdn_fwd_kernel(
     """Steps (1) to (7) of `naive.py` for one sequence and value head: memory and covariance together, in fp32.
 
     Each program computes the covariance for its own blocks of values. All blocks are one program's (`NV` = 1) where the
-    covariance is updated in place, as nobody else may read it after it is written. If asked, also r, k^T Phat k and q^T P q of
-    each token, `variances` [B, T, HV, 3], and |e|^2 in every block of values, `squares` [B, T, HV, blocks].
+    covariance is updated in place, as nobody else may read it after it is written. If asked, also write strength, q^T P q and
+    r + k^T Phat k of each token, `variances` [3, B, T, HV], `s_var` elements apart, and |e|^2 in every block of values,
+    `squares` [B, T, HV, blocks].
     """
     pid = tl.program_id(0).to(tl.int64)
     i_v0, i_nh = pid % NV, pid // NV
@@ -130,7 +132,7 @@ def fused_recurrent_kdn_fwd_kernel(
         p_v = v + (bos * HV + i_hv) * V + o_v
         p_o = o + (bos * HV + i_hv) * V + o_v
         if STORE_VARIANCES:
-            p_var = variances + (bos * HV + i_hv) * 3
+            p_var = variances + bos * HV + i_hv
         if STORE_SQUARES:
             p_sq = squares + (bos * HV + i_hv) * tl.cdiv(V, BV) + i_v
         for _ in range(0, T):
@@ -150,17 +152,18 @@ def fused_recurrent_kdn_fwd_kernel(
             if STORE_SQUARES:
                 tl.store(p_sq, tl.sum(tl.where(m_v, b_e * b_e, 0.), 0))
                 p_sq += HV * tl.cdiv(V, BV)
-            b_e = b_e / (b_r + b_n)
+            b_iv = 1. / (b_r + b_n)
+            b_e = b_e * b_iv
             b_h += b_pk[:, None] * b_e[None, :]
             b_p = b_p / (1. + pool(b_k * b_k, m_k, K, ISOTROPIC) * (b_mu / b_r) * b_p)
             b_o = tl.sum(b_h * b_q[:, None], 0) * scale
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
             if STORE_VARIANCES:
                 if i_v == 0:
-                    tl.store(p_var, b_r)
-                    tl.store(p_var + 1, b_n)
-                    tl.store(p_var + 2, tl.sum(b_p * b_q * b_q, 0))
-                p_var += HV * 3
+                    tl.store(p_var, b_n * b_iv)
+                    tl.store(p_var + s_var, tl.sum(b_p * b_q * b_q, 0))
+                    tl.store(p_var + 2 * s_var, b_r + b_n)
+                p_var += HV
 
             p_q += H * K
             p_k += H * K
@@ -245,7 +248,7 @@ def fused_recurrent_kdn_fwd(
     NV = 1 if inplace_final_state else NB
     variances = squares = None
     if output_uncertainty:
-        variances = q.new_empty(B, T, HV, 3, dtype=torch.float32)
+        variances = q.new_empty(3, B, T, HV, dtype=torch.float32)
     if output_uncertainty == 'log_likelihood':
         squares = q.new_empty(B, T, HV, NB, dtype=torch.float32)
     has_mu = isinstance(info_scale, torch.Tensor)
@@ -265,6 +268,7 @@ def fused_recurrent_kdn_fwd(
         ht=ht,
         pt=pt,
         variances=variances,
+        s_var=B * T * HV,
         squares=squares,
         cu_seqlens=cu_seqlens,
         ssm_state_indices=ssm_state_indices,
@@ -302,8 +306,8 @@ def fused_recurrent_kdn_fwd(
     )
     if not output_uncertainty:
         return out, ht, pt
-    squared_innovation = None if squares is None else squares.sum(-1)
-    return out, ht, pt, make_uncertainty(*variances.unbind(-1), squared_innovation, V, output_uncertainty)
+    log_likelihood = None if squares is None else innovation_log_likelihood(squares.sum(-1), variances[2], V)
+    return out, ht, pt, KDNUncertainty(*variances.unbind(0), log_likelihood)
 
 
 @torch.compiler.disable

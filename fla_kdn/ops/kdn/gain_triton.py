@@ -253,7 +253,7 @@ def kdn_gain_fwd_kernel_carry(
     'STORE_QK': lambda args: args['q_new'] is not None,
     'STORE_VARIANCES': lambda args: args['variances'] is not None,
 })
-@triton.jit(do_not_specialize=['T', 'NT'])
+@triton.jit(do_not_specialize=['s_var', 'T', 'NT'])
 def kdn_gain_fwd_kernel_apply(
     q,
     k,
@@ -271,6 +271,7 @@ def kdn_gain_fwd_kernel_apply(
     ph,
     u,
     variances,
+    s_var,
     cu_seqlens,
     chunk_indices,
     lower_bound,
@@ -296,7 +297,7 @@ def kdn_gain_fwd_kernel_apply(
 ):
     """q', k', the log2 decay cumulated in the chunk, and beta'; isotropic: normalised q, k (once a key head), bhat and u.
 
-    If asked, also r, k^T Phat k and q^T P q of each token, `variances` [B, T, HV, 3].
+    If asked, also write strength, q^T P q and r + k^T Phat k of each token, `variances` [3, B, T, HV], `s_var` elements apart.
     """
     i_hv, i_c, start, n = chunk_place(cu_seqlens, chunk_indices, T, NT, HV, BT, IS_VARLEN)
     i_h = i_hv // (HV // H)
@@ -327,7 +328,7 @@ def kdn_gain_fwd_kernel_apply(
     if STORE_QK:
         p_q_new, p_k_new = q_new + o_new, k_new + o_new
     if STORE_VARIANCES:
-        p_var = variances + (start * HV + i_hv) * 3
+        p_var = variances + start * HV + i_hv
 
     p_start = starts + ((i_c * HV + i_hv) * 2) * C + o_c
     b_lp = fast_log2(tl.maximum(tl.load(p_start, mask=m_c, other=1.), FLOOR))
@@ -354,7 +355,8 @@ def kdn_gain_fwd_kernel_apply(
             b_k = b_k.to(tl.float32)
             b_n = b_ph * tl.sum(b_k * b_k, 0)
             tl.store(p_gc, b_gc, mask=m_k)
-            tl.store(p_beta + o_c, b_ph * fast_rcp(b_r + b_n))
+            b_iv = fast_rcp(b_r + b_n)
+            tl.store(p_beta + o_c, b_ph * b_iv)
             tl.store(p_ph, b_ph)
             tl.store(p_u, b_u)
             p_ph += HV
@@ -368,17 +370,19 @@ def kdn_gain_fwd_kernel_apply(
             tl.store(p_gc, b_gc + 0.5 * (b_lp - fast_log2(b_ph)), mask=m_k)
             b_kw = b_kw.to(tl.float32)
             b_n = tl.sum(b_kw * b_kw, 0)
-            tl.store(p_beta, fast_rcp(b_r + b_n))
+            b_iv = fast_rcp(b_r + b_n)
+            tl.store(p_beta, b_iv)
         b_p = b_m * b_ph
         if STORE_VARIANCES:
-            tl.store(p_var, b_r)
             if ISOTROPIC:
-                tl.store(p_var + 1 + o_c, b_n)
-                tl.store(p_var + 2 + o_c, b_p * tl.sum(b_q * b_q, 0))
+                tl.store(p_var + o_c, b_n * b_iv)
+                tl.store(p_var + s_var + o_c, b_p * tl.sum(b_q * b_q, 0))
+                tl.store(p_var + 2 * s_var + o_c, b_r + b_n)
             else:
-                tl.store(p_var + 1, b_n)
-                tl.store(p_var + 2, tl.sum(b_p * b_q * b_q, 0))
-            p_var += HV * 3
+                tl.store(p_var, b_n * b_iv)
+                tl.store(p_var + s_var, tl.sum(b_p * b_q * b_q, 0))
+                tl.store(p_var + 2 * s_var, b_r + b_n)
+            p_var += HV
 
         p_q += H * K
         p_k += H * K
@@ -826,7 +830,7 @@ class GainOutputs(NamedTuple):
     """`q`, `k`, `gc`, `beta` for the memory kernels, `starts` for the backward, `pt` and `st` = sqrt(phat) of the last token.
 
     `ph` and `u` (isotropic, else `None`) are each token's predicted variance and what it adds to the precision, [B, T, HV].
-    `variances` [B, T, HV, 3] are r, k^T Phat k and q^T P q, if asked for.
+    `variances` [3, B, T, HV] are the first three fields of `KDNUncertainty`, if asked for.
     """
 
     q: torch.Tensor
@@ -895,7 +899,7 @@ def kdn_gain_fwd(args: GainArguments, options: GainOptions, output_variances: bo
     pt, st = q.new_empty(2, N, HV, C, dtype=torch.float32)
     gc = torch.empty_like(g, dtype=torch.float32)
     beta = q.new_empty(B, T, HV, dtype=torch.float32)
-    variances = q.new_empty(B, T, HV, 3, dtype=torch.float32) if output_variances else None
+    variances = q.new_empty(3, B, T, HV, dtype=torch.float32) if output_variances else None
     ph = u = None
     if options.isotropic:
         ph, u = torch.empty_like(beta), torch.empty_like(beta)
@@ -918,6 +922,7 @@ def kdn_gain_fwd(args: GainArguments, options: GainOptions, output_variances: bo
         ph=ph,
         u=u,
         variances=variances,
+        s_var=B * T * HV,
         **over_chunks,
     )
     if q_new is None:

@@ -62,6 +62,15 @@ def make_uncertainty(
     """From r, `k^T Phat k`, `q^T P q` and `|e|^2`, each `[B, T, HV]`."""
     innovation_variance, log_likelihood = noise + key_variance, None
     if output_uncertainty == 'log_likelihood':
-        log_likelihood = -0.5 * (
-            head_v_dim * (math.log(2 * math.pi) + innovation_variance.log()) + squared_innovation / innovation_variance)
+        log_likelihood = innovation_log_likelihood(squared_innovation, innovation_variance, head_v_dim)
     return KDNUncertainty(key_variance / innovation_variance, read_variance, innovation_variance, log_likelihood)
+
+
+def innovation_log_likelihood(
+    squared_innovation: torch.Tensor,
+    innovation_variance: torch.Tensor,
+    head_v_dim: int,
+) -> torch.Tensor:
+    """Of an innovation with `|e|^2`, whose V channels have one variance, `[B, T, HV]`."""
+    return -0.5 * (
+        head_v_dim * (math.log(2 * math.pi) + innovation_variance.log()) + squared_innovation / innovation_variance)
