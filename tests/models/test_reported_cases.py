@@ -504,29 +504,6 @@ def test_low_precision_weights_under_autocast(options, weights, autocast):
             nearly_greedy(model, torch.cat((result[:, :-NEW], make_ids(2, NEW, seed=7)), 1), NEW)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two CUDA devices')
-@pytest.mark.parametrize('options', KINDS)
-def test_second_device(options):
-    """Kernels run where the tensors are, not on the current device."""
-    ids, results = make_ids(2, 70), []
-    assert torch.cuda.current_device() == 0
-    for device in ('cuda:0', 'cuda:1'):
-        model = make_model(**options).to(device)
-        output = model(ids.to(device), labels=ids.to(device))
-        output.loss.backward()
-        result = generate(model, ids.to(device))
-        assert result.device == output.logits.device == torch.device(device)
-        results.append({
-            'logits': output.logits.detach().cpu(),
-            **{name: p.grad.cpu() for name, p in model.named_parameters()},
-            'tokens': result.cpu(),
-        })
-    for name, x in results[0].items():
-        assert_close(results[1][name].float(), x.float(), 0 if name == 'tokens' else 1e-3, name)
-    assert torch.cuda.current_device() == 0
-
-
 # ---- what tools do to a model
 
 
