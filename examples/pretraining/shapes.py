@@ -19,7 +19,8 @@ from fla.models import KDAConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fla_kdn import KDNConfig
-from fla_kdn.models.kdn.presets import PRESETS as PUBLISHED
+from fla_kdn.models.kdn.presets import PRESETS as KDN_PRESETS
+from fla_kdn.models.kdn.presets import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,24 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SIZES = {
-    'tiny': {'hidden_size': 64, 'num_hidden_layers': 2, 'num_heads': 2, 'head_dim': 32, 'vocab_size': 264},
-    '0.1b': {'hidden_size': 768, 'num_hidden_layers': 12, 'num_heads': 6, 'head_dim': 128, 'vocab_size': 32000},
-    '0.4b': {'hidden_size': 1536, 'num_hidden_layers': 12, 'num_heads': 12, 'head_dim': 128, 'vocab_size': 32000},
-    '750m': {'hidden_size': 2176, 'num_hidden_layers': 12, 'num_heads': 17, 'head_dim': 128, 'vocab_size': 32000},
-    '1.3b': {'hidden_size': 2304, 'num_hidden_layers': 18, 'num_heads': 18, 'head_dim': 128, 'vocab_size': 32000},
-}
-# Width of the MLPs, which makes up for the mixer, in multiples of 8: other widths are slow on a GPU. Parameters without
-# embeddings differ by 0.025 % (1.3b) and 0.028 % (750m). A step of the width is worth more in smaller models; these are the
-# nearest, 0.07 % (0.4b), 0.12 % (0.1b) and 1.6 % (tiny) apart.
-WIDTHS = {
-    'kdn-{}-diagonal': {'tiny': 152, '0.1b': 2352, '0.4b': 4944, '750m': 6432},
-    'kdn-{}-isotropic': {'tiny': 176, '0.1b': 2440, '0.4b': 5024, '750m': 6512},
-    'kdn-swa-{}-diagonal': {'tiny': 192, '0.1b': 2488, '0.4b': 5080, '750m': 6568},
-    'kdn-swa-{}-isotropic': {'tiny': 200, '0.1b': 2528, '0.4b': 5120, '750m': 6608},
-    'kda-{}': {'tiny': 176, '0.1b': 2440, '0.4b': 5032, '750m': 6520, '1.3b': 7216},
-}
-WINDOW = {'tiny': 64, '0.1b': 2048, '0.4b': 2048, '750m': 2048}
+# width of KDA's MLPs; see those of KDN
+KDA_WIDTHS = {'tiny': 176, '0.1b': 2440, '0.4b': 5032, '750m': 6520, '1.3b': 7216}
 # tokens of the paper's runs
 BUDGETS = {'750m': 50e9, '1.3b': 100e9}
 
@@ -56,22 +41,10 @@ CHUNK_SIZE = 64
 GIB = 2 ** 30
 
 
-def _make_presets() -> dict[str, tuple[type[PreTrainedConfig], dict]]:
-    presets = {name: (KDNConfig, fields) for name, fields in PUBLISHED.items()}
-    for kind, widths in WIDTHS.items():
-        for size, width in widths.items():
-            config_class, fields = KDAConfig, {**SIZES[size], 'intermediate_size': width}
-            if kind.startswith('kdn'):
-                config_class, fields['covariance'] = KDNConfig, kind.rpartition('-')[2]
-            if 'swa' in kind:
-                # every other layer, the second one first
-                layers = list(range(1, fields['num_hidden_layers'], 2))
-                fields['attn'] = {'layers': layers, 'num_heads': fields['num_heads'], 'window_size': WINDOW[size]}
-            presets[kind.format(size)] = (config_class, fields)
-    return presets
-
-
-PRESETS = _make_presets()
+PRESETS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    **{name: (KDNConfig, fields) for name, fields in KDN_PRESETS.items()},
+    **{f'kda-{size}': (KDAConfig, {**SIZES[size], 'intermediate_size': width}) for size, width in KDA_WIDTHS.items()},
+}
 
 
 def make_config(model: str, overrides: dict | None = None) -> PreTrainedConfig:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'examples'))
 import pretrain  # noqa: E402
 from pretraining.data import Batches, Lane, byte_tokenizer, collate, load_documents  # noqa: E402
 from pretraining.health import layer_health, measure_health  # noqa: E402
-from pretraining.shapes import PRESETS, SIZES, WIDTHS, costs, make_config, meta_model, token_budget  # noqa: E402
+from pretraining.shapes import PRESETS, SIZES, costs, make_config, meta_model, token_budget  # noqa: E402
 
 from fla_kdn import KalmanDeltaNet  # noqa: E402
 from fla_kdn.ops.kdn.gain import kdn_gain  # noqa: E402
@@ -171,7 +171,7 @@ def test_nothing_of_a_document_reaches_another(model):
 
 @pytest.mark.parametrize('size,spread', [('1.3b', 3e-4), ('750m', 3e-4), ('0.4b', 8e-4), ('0.1b', 1.3e-3), ('tiny', 2e-2)])
 def test_models_of_a_size_have_as_many_parameters(size, spread):
-    names = [kind.format(size) for kind in WIDTHS]
+    names = [name for name in PRESETS if f'-{size}' in name]
     counts = []
     for name in names:
         config = make_config(name)
@@ -335,7 +335,7 @@ def run(folder: Path, *flags: str, **options: str) -> int:
     ({'data': 'GOOD', 'dataloader_num_workers': '3'}, '4 lanes, the common part of --lanes and the 4 rows of a step, cannot'),
     ({'data': 'GOOD', 'max_steps': '-1'}, '--train_tokens: say how many tokens'),
     ({'data': 'GOOD', 'max_steps': '-1', 'train_tokens': '100'}, '--train_tokens 100 is less than one step'),
-    ({'data': 'GOOD', 'model': 'kdn-2b'}, "--model: 'kdn-2b' is neither a file with a config nor a preset; presets: kdn-1.3b"),
+    ({'data': 'GOOD', 'model': 'kdn-2b'}, "--model: 'kdn-2b' is neither a file with a config nor a preset; presets: kdn-tiny"),
     ({'data': 'GOOD', 'resume_from_checkpoint': '/no/such'}, '--resume_from_checkpoint: /no/such is not a whole checkpoint'),
     ({}, '--data is missing'),
     ({'data': 'GOOD', 'tokenizer': ''}, '--tokenizer is missing'),

@@ -405,24 +405,29 @@ def test_tags_are_not_shared():
 # ---- presets
 
 
-def test_presets():
-    """Of 18 layers, of which every other one attends to a window where the name says so, and all of the same size."""
-    assert set(PRESETS) == {f'kdn{swa}-1.3b-{covariance}' for swa in ('', '-swa') for covariance in ('isotropic', 'diagonal')}
+@pytest.mark.parametrize('size,layers,parameters,spread', [
+    ('tiny', 2, 0.12e6, 2e-2), ('0.1b', 12, 101e6, 1.3e-3), ('0.4b', 12, 401e6, 8e-4), ('750m', 12, 752e6, 3e-4),
+    ('1.3b', 18, 1302e6, 3e-4),
+])
+def test_presets(size, layers, parameters, spread):
+    """Every other layer attends to a window where the name says so, and all of a size have as many parameters."""
+    names = [f'kdn{swa}-{size}-{covariance}' for swa in ('', '-swa') for covariance in ('isotropic', 'diagonal')]
+    assert [name for name in PRESETS if f'-{size}-' in name] == names
     sizes = {}
-    for name in PRESETS:
+    for name in names:
         config = KDNConfig.from_preset(name)
         assert config.covariance == name.split('-')[-1]
         with torch.device('meta'):
             model = KDNForCausalLM(config)
-        layers = [layer.attn for layer in model.model.layers]
-        assert len(layers) == 18
-        attention = [i for i, layer in enumerate(layers) if isinstance(layer, Attention)]
-        assert attention == (list(range(1, 18, 2)) if '-swa-' in name else [])
-        assert all(layers[i].window_size == 2048 for i in attention)
+        mixers = [layer.attn for layer in model.model.layers]
+        assert len(mixers) == layers
+        attention = [i for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
+        assert attention == (list(range(1, layers, 2)) if '-swa-' in name else [])
+        assert all(mixers[i].window_size == (64 if size == 'tiny' else 2048) for i in attention)
         outside = {id(model.model.embeddings.weight), id(model.lm_head.weight)}
         sizes[name] = sum(p.numel() for p in model.parameters() if id(p) not in outside)
-    assert max(sizes.values()) / min(sizes.values()) - 1 < 3e-4, sizes
-    assert all(1.25e9 < size < 1.35e9 for size in sizes.values()), sizes
+    assert max(sizes.values()) / min(sizes.values()) - 1 < spread, sizes
+    assert all(abs(x / parameters - 1) < 3e-2 for x in sizes.values()), sizes
 
 
 def test_options_of_a_preset(tmp_path):
@@ -439,7 +444,7 @@ def test_options_of_a_preset(tmp_path):
 
 @pytest.mark.parametrize('name', ['kdn-1.3b', 'KDN-1.3B-diagonal', ''])
 def test_unknown_preset(name):
-    with pytest.raises(ValueError, match=f'{name!r}; there are kdn-1.3b-isotropic'):
+    with pytest.raises(ValueError, match=f'{name!r}; there are kdn-tiny-isotropic'):
         KDNConfig.from_preset(name)
 
 
