@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from benchmarks.compare.mixers import MIXERS
 from benchmarks.ops.__main__ import make_parser as ops_parser
 from benchmarks.ops.report import number
+from benchmarks.pretraining.__main__ import make_parsers as pretraining_parsers
 from benchmarks.throughput.__main__ import make_parser as throughput_parser
 from benchmarks.throughput.report import KINDS, NAMES, length_name, plot_paths, short_reason, size_name, write_plots
 
@@ -80,10 +82,10 @@ def command_of(parser: argparse.ArgumentParser, settings: dict) -> str:
     return ' '.join(words)
 
 
-def described(content: dict, command: str) -> str:
+def described(content: dict, command: str, number_of_cards: str = 'one') -> str:
     versions = ', '.join(f'{name} {version}' for name, version in content['versions'].items())
     commit = f'commit {content["commit"]}' if content['commit'] else 'commit not recorded'
-    return f'`{command}` on one {content["card"]}, {content["seconds"]:.0f} s. {versions}; {commit}.'
+    return f'`{command}` on {number_of_cards} {content["card"]}, {content["seconds"]:.0f} s. {versions}; {commit}.'
 
 
 def reasons(rows: Iterable[tuple[str, str, str]]) -> str:
@@ -213,6 +215,49 @@ def load(results: Path, pattern: str) -> dict[Path, dict]:
     return {path: json.loads(path.read_text()) for path in sorted(results.glob(pattern))}
 
 
+def scaling_section(content: dict) -> str:
+    """Speed and memory of `examples/pretrain.py` by model and number of GPUs, and how far losses are from those on one."""
+    rows, settings = content['rows'], content['settings']
+    most = str(max(row['gpus'] for row in rows))
+    alone = {row['model']: row['losses'] for row in rows if row['gpus'] == 1 and 'losses' in row}
+    lines = []
+    for row in rows:
+        if 'losses' not in row:
+            continue
+        differences = [abs(x - y) for x, y in zip(row['losses'], alone.get(row['model'], []), strict=False)]
+        lines.append([
+            row['model'], str(row['gpus']), f'{row["tokens_per_second_per_gpu"]:,.0f}',
+            '–' if row['mfu'] is None else f'{row["mfu"]:.1%}', f'{row["memory_gib"]:.1f}', f'{row["estimated_gib"]:.1f}',
+            f'{max(differences):.1g}' if differences and row['gpus'] > 1 else '–',
+        ])
+    header = ['model', 'GPUs', 'tokens/s each', 'FLOPs used', 'GiB on each', 'estimated', 'losses differ by up to']
+    parts = [
+        f'## Pretraining, {content["card"]}',
+        described(content, command_of(pretraining_parsers()[1]['scaling'], settings), most),
+        f'`examples/pretrain.py`: steps of {settings["batch_tokens"]:,} tokens, rows of {settings["seq_len"]:,}, '
+        f'{settings["rows"]} to a micro-batch; bf16 autocast over fp32 weights, AdamW, FSDP2 on more than one GPU. Medians.',
+        markdown_table(header, lines),
+    ]
+    if failed := [row for row in rows if 'error' in row]:
+        parts += ['### Without numbers', reasons((f'{row["gpus"]} GPUs', row['model'], row['error']) for row in failed)]
+    return '\n\n'.join(parts)
+
+
+def run_section(content: dict, plot: Path) -> str:
+    """One real run: how far the loss fell, how fast, and what the model writes."""
+    run, settings = content['run'], content['settings']
+    return '\n\n'.join((
+        f'## A pretraining run, {content["card"]}',
+        described(content, command_of(pretraining_parsers()[1]['run'], settings)),
+        f'`{settings["model"]}` on {run["tokens"][-1]:,.0f} tokens, of {content["text_bytes"]:,} bytes of text: '
+        f'{run["seconds"] / 60:.1f} minutes, {run["tokens_per_second_per_gpu"]:,.0f} tokens/s, {run["memory_gib"]:.1f} GiB; '
+        f'from {run["losses"][0]:.2f} to {statistics.fmean(run["losses"][-20:]):.3f} nats per byte, the mean of 20 steps.',
+        f'![Loss]({plot.name})',
+        'The last checkpoint, exported and loaded, writes (temperature 0.7, top 40):',
+        '```text\n' + run['sample'].replace('```', "'''") + '\n```',
+    ))
+
+
 def make_page(results: Path) -> str:
     parts = [
         '# Results',
@@ -220,6 +265,8 @@ def make_page(results: Path) -> str:
         'is named at the end of its section.',
         *(ops_section(content, path.with_suffix('.png')) for path, content in load(results, 'ops_*.json').items()),
         *(throughput_section(content, path) for path, content in load(results, 'throughput_*.json').items()),
+        *(scaling_section(content) for content in load(results, 'pretraining-scaling_*.json').values()),
+        *(run_section(content, path.with_suffix('.png')) for path, content in load(results, 'pretraining-run_*.json').items()),
         *(folder_section(path) for path in sorted(results.glob('*/results.md'))),
     ]
     return '\n\n'.join(parts) + '\n'

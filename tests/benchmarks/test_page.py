@@ -64,6 +64,23 @@ COMPARE = {
         'kdn-diagonal-fixed-r': {'bits_per_byte': {'mean': 9., 'spread': None}},
     },
 }
+VERSIONS = {'card': 'Some Card', 'versions': {'torch': '2.11.0+cu130'}, 'commit': 'abc', 'seconds': 400., 'text_bytes': 12345}
+SETTINGS = {'seq_len': 4096, 'batch_tokens': 65536, 'rows': 4, 'text': None}
+TRAINED = {'tokens_per_second_per_gpu': 45678.9, 'mfu': 0.391, 'memory_gib': 61.25, 'estimated_gib': 62.9}
+SCALING = {
+    **VERSIONS,
+    'settings': {**SETTINGS, 'models': ['kdn-1.3b-diagonal'], 'gpus': [1, 2, 4], 'steps': 12},
+    'rows': [
+        {'model': 'kdn-1.3b-diagonal', 'gpus': 1, 'losses': [5.5, 4.5], **TRAINED},
+        {'model': 'kdn-1.3b-diagonal', 'gpus': 2, 'losses': [5.5, 4.503], **TRAINED},
+        {'model': 'kdn-1.3b-diagonal', 'gpus': 4, 'error': 'the machine has 2 GPUs'},
+    ],
+}
+RUN = {
+    **VERSIONS,
+    'settings': {**SETTINGS, 'model': 'kdn-0.1b-diagonal', 'train_tokens': 2e8, 'learning_rate': 1e-3},
+    'run': {**TRAINED, 'losses': [5.5, 1.25], 'tokens': [1000., 2000.], 'seconds': 90., 'sample': 'def a():\n```'},
+}
 
 
 @pytest.fixture
@@ -73,7 +90,8 @@ def root(tmp_path):
     results.mkdir(parents=True)
     for path in (page.ROOT / page.RESULTS).glob('ops_*'):
         shutil.copy(path, results)
-    (results / 'throughput_Some-Card.json').write_text(json.dumps(THROUGHPUT))
+    for name, content in {'throughput': THROUGHPUT, 'pretraining-scaling': SCALING, 'pretraining-run': RUN}.items():
+        (results / f'{name}_Some-Card.json').write_text(json.dumps(content))
     folder = results / 'compare_Some-Card'
     folder.mkdir()
     (folder / 'results.json').write_text(json.dumps(COMPARE))
@@ -183,3 +201,15 @@ def test_names_of_all_ops_and_mixers():
     stored = [json.loads(path.read_text()) for path in (page.ROOT / page.RESULTS).glob('ops_*.json')]
     assert stored and all(row['op'] in page.OP_NAMES for content in stored for row in content['rows'])
     assert set(page.README_OPS) <= set(page.OP_NAMES) and set(report.KINDS) == {'model', 'layer', 'prefill', 'decode'}
+
+
+def test_pretraining(root):
+    _, text, _ = run(root)
+    assert '`python -m benchmarks.pretraining scaling --models kdn-1.3b-diagonal --gpus 1 2 4` on 4 Some Card, 400 s.' in text
+    assert '| kdn-1.3b-diagonal | 1 | 45,679 | 39.1% | 61.2 | 62.9 | – |' in text
+    assert '| kdn-1.3b-diagonal | 2 | 45,679 | 39.1% | 61.2 | 62.9 | 0.003 |' in text
+    assert '- 4 GPUs (kdn-1.3b-diagonal): the machine has 2 GPUs' in text
+    assert '`python -m benchmarks.pretraining run --train-tokens 2e+08 --batch-tokens 65536` on one Some Card' in text
+    assert 'from 5.50 to 3.375 nats per byte' in text and '![Loss](pretraining-run_Some-Card.png)' in text
+    # the end of the sample is that of its block
+    assert text.count('```') == 2

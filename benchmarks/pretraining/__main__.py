@@ -1,0 +1,261 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import fla
+import matplotlib
+import torch
+import transformers
+import triton
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fla_kdn
+from benchmarks.commit import find_commit
+from benchmarks.compare.data import read_documents
+from benchmarks.ops.report import write_json
+from examples.pretraining.shapes import GIB, costs, make_config, meta_model
+
+matplotlib.use('Agg')
+
+import matplotlib.pyplot as plt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCRIPT = Path(__file__).parents[2] / 'examples' / 'pretrain.py'
+# steps that compile and tune the kernels
+WARMUP = 3
+# the default of its --lanes
+STREAMS = 64
+PROMPT, SAMPLE_TOKENS = 'def __init__(self, ', 400
+
+
+def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's parser, and that of each job."""
+    parser = argparse.ArgumentParser(
+        prog='python -m benchmarks.pretraining',
+        description='`examples/pretrain.py` on this machine: `scaling` trains some steps on each number of GPUs, for speed, '
+                    'memory and losses; `run` trains one model, loads its checkpoint and lets it write.',
+    )
+    jobs = parser.add_subparsers(dest='job', required=True)
+    scaling = jobs.add_parser('scaling')
+    scaling.add_argument('--models', nargs='+', default=['kdn-1.3b-diagonal', 'kda-1.3b', 'kdn-1.3b-isotropic'])
+    scaling.add_argument('--gpus', nargs='+', type=int, default=[1, 2], help='default: 1 2; those the machine has')
+    scaling.add_argument('--steps', type=int, default=12)
+    run = jobs.add_parser('run')
+    run.add_argument('--model', default='kdn-0.1b-diagonal')
+    run.add_argument('--train-tokens', type=float, default=1e8)
+    run.add_argument('--learning-rate', type=float, default=1e-3)
+    for job, batch_tokens in ((scaling, 65536), (run, 131072)):
+        job.add_argument('--seq-len', type=int, default=4096)
+        job.add_argument('--batch-tokens', type=int, default=batch_tokens, help='of a step; default: %(default)s')
+        job.add_argument('--rows', type=int, default=4, help='of a micro-batch; default: %(default)s')
+        job.add_argument('--text', metavar='FILE-OR-FOLDER',
+                         help='what to learn, byte by byte; default: the documentation in Python')
+        job.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder; default: %(default)s')
+    return parser, {'scaling': scaling, 'run': run}
+
+
+def write_text(text: str | None, folder: Path) -> int:
+    """The documents as JSON lines, a file for each stream of `pretrain.py`; returns their bytes."""
+    documents = [document for _, document in sorted(read_documents(text).items())]
+    folder.mkdir()
+    for i in range(min(STREAMS, len(documents))):
+        lines = [json.dumps({'text': document}) + '\n' for document in documents[i::STREAMS]]
+        (folder / f'{i:02}.jsonl').write_text(''.join(lines))
+    return sum(len(document.encode()) for document in documents)
+
+
+def parse_log(line: str) -> dict[str, float] | None:
+    """The numbers of a step, if the line tells them."""
+    found = re.search(r"\{'loss'.*\}", line)
+    return {key: float(value) for key, value in ast.literal_eval(found[0]).items()} if found else None
+
+
+def pretrain(
+    model: str,
+    args: argparse.Namespace,
+    data: Path,
+    folder: Path,
+    devices: list[int],
+    options: list[str],
+    say: Callable[[str], None],
+) -> list[dict[str, float]]:
+    """Logs of the steps of a run on `devices`, none for a CPU; if it fails, a `RuntimeError` with the end of its output."""
+    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={len(devices)}'] if len(devices) > 1 else []
+    command = [
+        sys.executable, *launcher, str(SCRIPT), f'--model={model}', f'--data={data}', '--tokenizer=bytes',
+        f'--seq_len={args.seq_len}', f'--batch_tokens={args.batch_tokens}', f'--per_device_train_batch_size={args.rows}',
+        f'--output_dir={folder}', '--logging_steps=1', '--disable_tqdm=true', '--report_to=none', *options,
+    ]
+    environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': ','.join(map(str, devices)), 'PYTHONUNBUFFERED': '1'}
+    environment.setdefault('OMP_NUM_THREADS', '4')
+    steps, tail = [], []
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if step := parse_log(line):
+            steps.append(step)
+            if math.log2(len(steps)).is_integer() or len(steps) % 50 == 0:
+                say(f'{model} on {max(1, len(devices))}: step {len(steps)}, loss {step["loss"]:.3f}, '
+                    f'{step["tokens_per_second_per_gpu"]:,.0f} tokens/s each, {step["memory_gib"]:.1f} GiB')
+        else:
+            tail = [*tail[-19:], line]
+    if process.wait():
+        raise RuntimeError(f'{shlex.join(command)} ended with {process.returncode}:\n{"".join(tail)}')
+    return steps
+
+
+def summarize(steps: list[dict[str, float]]) -> dict:
+    """Losses of all steps; of those after the first, median speed, and memory."""
+    timed = steps[WARMUP:] or steps[-1:]
+    return {
+        'losses': [step['loss'] for step in steps],
+        'tokens_per_second_per_gpu': statistics.median(step['tokens_per_second_per_gpu'] for step in timed),
+        'mfu': statistics.median(step['mfu'] for step in timed) if 'mfu' in timed[0] else None,
+        'memory_gib': max(step['memory_gib'] for step in steps),
+    }
+
+
+def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> list[dict]:
+    """A row for each model and number of GPUs. Runs on fewer GPUs than there are run beside each other, the first model first:
+    its kernels are tuned then for those after it."""
+    available = torch.cuda.device_count()
+    rows = []
+
+    def measure(model: str, devices: list[int]) -> dict:
+        count = max(1, len(devices))
+        estimate = costs(meta_model(make_config(model)), args.seq_len).memory(
+            args.rows * args.seq_len, count, 'fsdp', False, args.batch_tokens > count * args.rows * args.seq_len) / GIB
+        row = {'model': model, 'gpus': count, 'estimated_gib': estimate}
+        options = [f'--max_steps={args.steps}', '--train_tokens=1e9', '--save_strategy=no']
+        try:
+            row |= summarize(pretrain(model, args, data, folder / f'{model}-{count}', devices, options, say))
+        except RuntimeError as error:
+            row['error'] = str(error)
+            say(row['error'])
+        return row
+
+    for count in args.gpus:
+        groups: SimpleQueue[list[int]] = SimpleQueue()
+        for start in range(0, available - count + 1, count):
+            groups.put(list(range(start, start + count)))
+        if available == 0 and count == 1:
+            groups.put([])
+        if groups.empty():
+            rows += [{'model': model, 'gpus': count, 'error': f'the machine has {available} GPUs'} for model in args.models]
+            continue
+
+        def take_turn(model: str, groups: SimpleQueue = groups) -> dict:
+            devices = groups.get()
+            try:
+                return measure(model, devices)
+            finally:
+                groups.put(devices)
+
+        with ThreadPoolExecutor(groups.qsize()) as pool:
+            rows += pool.map(take_turn, args.models)
+    return rows
+
+
+def train_and_write(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> dict:
+    """A whole run, and what its last checkpoint writes."""
+    devices = [0] if torch.cuda.is_available() else []
+    options = [f'--train_tokens={args.train_tokens}', f'--learning_rate={args.learning_rate}', '--save_total_limit=1']
+    start = time.perf_counter()
+    steps = pretrain(args.model, args, data, folder / 'run', devices, options, say)
+    result = {**summarize(steps), 'tokens': [step['tokens'] for step in steps], 'seconds': time.perf_counter() - start}
+    result['health'] = {name: [step[name] for step in steps] for name in steps[-1] if name.startswith('kdn_')}
+    checkpoint = max((folder / 'run').glob('checkpoint-*'), key=lambda path: int(path.name.partition('-')[2]))
+    subprocess.run([sys.executable, str(SCRIPT), 'export', str(checkpoint), str(folder / 'model')], check=True)
+    device = 'cuda' if devices else 'cpu'
+    model = AutoModelForCausalLM.from_pretrained(folder / 'model').to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / 'model')
+    inputs = tokenizer(PROMPT, return_tensors='pt', add_special_tokens=False).to(device)
+    torch.manual_seed(0)
+    with torch.autocast(device, torch.bfloat16, enabled=bool(devices)):
+        tokens = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=True, temperature=0.7, top_k=40)
+    return {**result, 'sample': tokenizer.decode(tokens[0], skip_special_tokens=True)}
+
+
+def write_curve(path: Path, content: dict) -> None:
+    """Loss by tokens, each step and the mean of 20."""
+    run = content['run']
+    losses = torch.tensor(run['losses'])
+    figure, ax = plt.subplots(figsize=(8, 4), layout='constrained')
+    tokens = [x / 1e6 for x in run['tokens']]
+    ax.plot(tokens, losses, color='#1f5fbf', lw=0.6, alpha=0.4)
+    width = min(20, len(losses))
+    ax.plot(tokens[width - 1:], losses.unfold(0, width, 1).mean(1), color='#1f5fbf', lw=1.8)
+    ax.set_xlabel('million tokens (bytes)')
+    ax.set_ylabel('loss, nats per byte')
+    ax.set_title(f'{content["settings"]["model"]} on {content["card"]}, {run["seconds"] / 60:.1f} minutes', loc='left')
+    ax.spines[['top', 'right']].set_visible(False)
+    ax.grid(color='#d0d7de', lw=0.6)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code: 0, 1 if nothing was trained."""
+    start = time.perf_counter()
+    args = make_parsers()[0].parse_args(argv)
+    console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+    path = args.out / f'pretraining-{args.job}_{re.sub("[^A-Za-z0-9]+", "-", card).strip("-")}.json'
+    with TemporaryDirectory() as folder:
+        data = Path(folder, 'text')
+        content = {
+            'card': card,
+            'versions': {
+                'fla_kdn': fla_kdn.__version__, 'torch': torch.__version__, 'triton': triton.__version__,
+                'fla': fla.__version__, 'transformers': transformers.__version__,
+            },
+            'commit': find_commit(),
+            'settings': {key: value for key, value in vars(args).items() if key not in ('out', 'job')},
+            'text_bytes': write_text(args.text, data),
+        }
+        say(f'{card}; {content["text_bytes"]:,} bytes of text')
+        if args.job == 'scaling':
+            content['rows'] = scale(args, data, Path(folder), say)
+            trained = any('losses' in row for row in content['rows'])
+        else:
+            content['run'] = train_and_write(args, data, Path(folder), say)
+            trained = True
+    content['seconds'] = time.perf_counter() - start
+    write_json(path, content)
+    if args.job == 'run':
+        write_curve(path.with_suffix('.png'), content)
+        say(content['run']['sample'])
+    say(f'{path}; {content["seconds"]:.0f} s')
+    return int(not trained)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,101 @@
+# Copyright (c) 2023-2026, Songlin Yang, Yu Zhang, Zhiyuan Li
+#
+# This source code is licensed under the MIT license found in the
+# LICENSE file in the root directory of this source tree.
+# For a list of all contributors, visit:
+#   https://github.com/fla-org/flash-linear-attention/graphs/contributors
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from benchmarks.pretraining import __main__ as pretraining
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEP = "{'loss': '2.5', 'grad_norm': '1.5', 'tokens': 2048, 'tokens_per_second_per_gpu': '1e+04', 'memory_gib': '0.7'}"
+# in place of pretrain.py: says on which GPUs it runs, and that is its loss
+FAKE = f"""
+import os, sys, time
+devices = os.environ['CUDA_VISIBLE_DEVICES']
+if 'broken' in sys.argv[1]:
+    sys.exit('no such model')
+time.sleep(0.3)
+for _ in range(5):
+    print("{STEP}".replace('2.5', devices.replace(',', '')))
+"""
+
+
+def test_parse_log():
+    assert pretraining.parse_log(f'  3%|x| {STEP}\n') == {
+        'loss': 2.5, 'grad_norm': 1.5, 'tokens': 2048, 'tokens_per_second_per_gpu': 1e4, 'memory_gib': 0.7}
+    assert pretraining.parse_log("{'train_runtime': '5.5'}") is None
+
+
+def make_texts(folder: Path) -> list[str]:
+    folder.mkdir()
+    texts = [f'document {i} \u00e4 ' * 40 for i in range(70)]
+    for i, text in enumerate(texts):
+        (folder / f'{i:02}.py').write_text(text)
+    return texts
+
+
+def test_write_text(tmp_path):
+    texts = make_texts(tmp_path / 'text')
+    assert pretraining.write_text(str(tmp_path / 'text'), tmp_path / 'data') == sum(len(text.encode()) for text in texts)
+    files = sorted((tmp_path / 'data').iterdir())
+    assert len(files) == 64
+    assert sorted(json.loads(line)['text'] for path in files for line in path.read_text().splitlines()) == sorted(texts)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    (tmp_path / 'fake.py').write_text(FAKE)
+    monkeypatch.setattr(pretraining, 'SCRIPT', tmp_path / 'fake.py')
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    return tmp_path
+
+
+def scale(folder, *arguments: str) -> list[dict]:
+    assert pretraining.main(['scaling', f'--out={folder}', *arguments]) == 0
+    path, = folder.glob('pretraining-scaling_*.json')
+    return json.loads(path.read_text())['rows']
+
+
+def test_runs_on_one_gpu_are_beside_each_other(fake, capsys):
+    rows = scale(fake, '--models', 'kdn-tiny-diagonal', 'kda-tiny', '--gpus', '1')
+    assert [row['model'] for row in rows] == ['kdn-tiny-diagonal', 'kda-tiny']
+    assert {row['losses'][0] for row in rows} == {0, 1}
+    assert all(row['tokens_per_second_per_gpu'] == 1e4 and row['memory_gib'] == 0.7 and row['mfu'] is None for row in rows)
+    assert 'kda-tiny on 1: step 4, loss' in capsys.readouterr().out
+
+
+def test_a_model_that_fails_and_gpus_that_are_not_there(fake):
+    rows = scale(fake, '--models', 'kdn-tiny-diagonal', '--gpus', '1', '3')
+    assert 'losses' in rows[0] and rows[1]['error'] == 'the machine has 2 GPUs'
+    fake.joinpath('fake.py').write_text('import sys; sys.exit("no such kernel")')
+    assert pretraining.main(['scaling', f'--out={fake}', '--models', 'kda-tiny', '--gpus', '1']) == 1
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='needs fork')
+def test_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretraining, 'SAMPLE_TOKENS', 60)
+    make_texts(tmp_path / 'text')
+    start = time.perf_counter()
+    arguments = ['--model=kdn-tiny-isotropic', '--train-tokens=8192', '--seq-len=128', '--batch-tokens=2048', '--rows=4']
+    assert pretraining.main(['run', *arguments, f'--text={tmp_path / "text"}', f'--out={tmp_path}']) == 0
+    path, = tmp_path.glob('pretraining-run_*.json')
+    content = json.loads(path.read_text())
+    run = content['run']
+    assert len(run['losses']) == len(run['tokens']) == 4 and run['tokens'][-1] == 8192
+    assert run['losses'][-1] < run['losses'][0] and 0 < run['health']['kdn_write_strength'][0] < 1
+    assert run['sample'].startswith(pretraining.PROMPT) and len(run['sample']) > len(pretraining.PROMPT) + 20
+    assert path.with_suffix('.png').exists() and run['seconds'] < time.perf_counter() - start
+    assert pretraining.PROMPT in capsys.readouterr().out
