@@ -112,7 +112,7 @@ def pretrain(
         f'--output_dir={folder}', '--logging_steps=1', '--disable_tqdm=true', '--report_to=none', *options,
     ]
     environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': ','.join(map(str, devices)), 'PYTHONUNBUFFERED': '1'}
-    environment.setdefault('OMP_NUM_THREADS', '4')
+    environment.setdefault('OMP_NUM_THREADS', '4' if devices else '1')
     steps, tail = [], []
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
