@@ -23,12 +23,12 @@ from rich.console import Console
 
 import fla_kdn
 from benchmarks.commit import find_commit
-from benchmarks.compare.data import Text, read_documents
+from benchmarks.compare.data import TEXTS, Text, read_documents
 from benchmarks.compare.measure import MEMORY_LABELS, measure, sample
 from benchmarks.compare.mixers import MIXERS, matched_config
 from benchmarks.compare.progress import Progression, clock
 from benchmarks.compare.report import write_report
-from benchmarks.compare.runs import Run, load_finished, result_file, run_settings, write_json
+from benchmarks.compare.runs import Plan, Run, load_finished, result_file, run_settings, write_json
 from benchmarks.compare.settings import PRESETS
 from benchmarks.compare.summary import describe_task, failure_lines, markdown, summarize, tables
 from benchmarks.compare.tasks import Language
@@ -79,11 +79,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--steps', type=positive, help='training steps of all tasks')
     parser.add_argument('--seeds', type=seed_list, default=[0], help='how many, or which (3,7); results are mean and spread')
     parser.add_argument('--seq-len', type=positive, help='bytes in a window of text')
-    parser.add_argument('--text', metavar='FILE-OR-FOLDER', help='what to learn; default: the documentation inside Python')
+    text = "what to learn; default: Python's documentation, on a GPU its library"
+    parser.add_argument('--text', metavar='FILE-OR-FOLDER', help=text)
     parser.add_argument('--out', type=Path, default=Path('runs/compare'), help='folder for results; default: %(default)s')
     parser.add_argument('--resume', action='store_true', help='keep the runs that an interrupted job has finished')
     parser.add_argument('--workers', type=positive, metavar='N', help="processes that train at once; default: the preset's")
-    parser.add_argument('--deadline', type=seconds, default=math.inf, metavar='SECONDS', help='begin no run later than that')
+    deadline = 'begin no run later than that; with workers, end those that are at it'
+    parser.add_argument('--deadline', type=seconds, default=math.inf, metavar='SECONDS', help=deadline)
     parser.add_argument('--no-speed', action='store_true', help='do not measure speed and memory, nor write a text')
     return parser
 
@@ -138,6 +140,13 @@ def carry_out(job: Job, orders: list[Run | Warm], workers: int, deadline: float,
         yield from pool.do(orders, deadline, watcher)
 
 
+def write_results(out: Path, content: dict) -> None:
+    """All numbers, and their tables."""
+    write_json(out / 'results.json', content)
+    if content['mixers']:
+        (out / 'results.md').write_text(markdown(content), encoding='utf-8')
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the job; returns the exit code, which is 0 unless every mixer failed."""
     start, begun = time.perf_counter(), time.monotonic()
@@ -153,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         preset = make_preset(args)
-        text = Text(read_documents(args.text), args.text or "Python's documentation")
+        name, read = (args.text, lambda: read_documents(args.text)) if args.text else TEXTS[preset.text]
+        text = Text(read(), name)
         text.check(preset.seq_len)
     except ValueError as error:
         parser.error(str(error))
@@ -172,68 +182,71 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:
             note(mixer, 'everything', reason_of(error))
 
-    # all mixers on all tasks from the first seed, then from the second
-    runs = [Run(mixer, task, seed) for seed in args.seeds for task in tasks for mixer in configs]
+    plan = Plan(configs, tasks, args.seeds)
     settings = {
-        run: run_settings(run, preset, configs[run.mixer], tasks[run.task], versions, describe_device(device)) for run in runs
+        run: run_settings(run, preset, configs[run.mixer], tasks[run.task], versions, describe_device(device))
+        for run in plan.possible()
     }
-    results: dict[Run, dict] = {}
     if args.resume:
         try:
-            results = load_finished(args.out, settings)
+            for run, result in load_finished(args.out, settings).items():
+                plan.end(run, result)
         except ValueError as error:
             parser.error(str(error))
-        say(f'{len(results)} of {len(runs)} runs are finished already')
+        say(f'{len(plan.results)} runs are finished already')
     else:
-        for run in runs:
+        for run in settings:
             result_file(args.out, run).unlink(missing_ok=True)
     say(f'{describe_device(device)}; {text.name}: {len(text.train):,} bytes to train on, {len(text.validation):,} held out')
     say('parameters: ' + ', '.join(f'{mixer} {count:,}' for mixer, count in parameters.items()))
 
-    open_runs = [run for run in runs if run not in results]
+    def begin_order(order: Run | Warm) -> int:
+        """All mixers on all tasks from the first seed, then from the second."""
+        return -1 if isinstance(order, Warm) else args.seeds.index(order.seed)
+
+    orders: list[Run | Warm] = sorted((run for about in plan.trials for run in plan.due(*about)), key=begin_order)
     # kernels are compiled once for each mixer, and not by every process
-    warm = device.type == 'cuda' and preset.workers > 1
-    orders = [*(Warm(mixer) for mixer in configs if warm and any(run.mixer == mixer for run in open_runs)), *open_runs]
+    if device.type == 'cuda' and preset.workers > 1:
+        orders = [*map(Warm, dict.fromkeys(run.mixer for run in orders)), *orders]
     job = Job(configs, tasks, settings, preset.bf16, device, args.out)
-    over: set[Run] = set()
-    with Progression(console, orders, tasks) as progression:
+    with Progression(console, [*orders, *plan.waiting()], tasks) as progression:
         for order, result, reason in carry_out(job, orders, preset.workers, begun + args.deadline, progression):
             if reason:
                 note(order.mixer, order.what, reason)
-            elif not isinstance(order, Warm):
-                results[order] = result
             if isinstance(order, Warm):
                 # what fails at its first steps is not tried again
-                over |= {run for run in open_runs if reason and run.mixer == order.mixer}
-            else:
-                over.add(order)
+                plan.over |= {run for run in settings if reason and run.mixer == order.mixer}
+                continue
+            orders += plan.end(order, result)
+            orders.sort(key=begin_order)
     not_run: dict[str, list[str]] = {}
-    for run in open_runs:
-        if run not in over:
-            not_run.setdefault(run.what, []).append(run.mixer)
+    for run in (*(run for about in plan.trials for run in plan.due(*about)), *plan.waiting()):
+        not_run.setdefault(run.what, []).append(run.mixer)
+    finished = {about: plan.finished(*about) for about in plan.trials}
 
     content = {
         'device': {'name': describe_device(device), 'type': device.type, 'threads': torch.get_num_threads()},
         'versions': versions,
         'commit': find_commit(),
         'command': shlex.join(['python', '-m', 'benchmarks.compare', *(sys.argv[1:] if argv is None else argv)]),
-        'settings': {'seeds': args.seeds, 'text': {'name': text.name, 'fingerprint': text.fingerprint}, **asdict(preset)},
+        'settings': {**asdict(preset), 'seeds': args.seeds, 'text': {'name': text.name, 'fingerprint': text.fingerprint}},
         'memory': MEMORY_LABELS[device.type],
         'tasks': {name: describe_task(task) for name, task in preset.tasks.items()},
         'mixers': {
             mixer: {
                 'parameters': parameters[mixer],
                 'intermediate_size': configs[mixer].intermediate_size,
-                **summarize({run: results[run] for run in runs if run in results and run.mixer == mixer}),
-            } for mixer in configs if any(run.mixer == mixer for run in results)
+                **summarize({run: result for task in tasks for run, result in finished[mixer, task].items()}),
+                'losses_by_rate': {task: losses for task in tasks if (losses := plan.losses_by_rate(mixer, task))},
+            } for mixer in configs if any(finished[mixer, task] for task in tasks)
         },
         'failures': failures,
         'not_run': not_run,
     }
-    write_json(args.out / 'results.json', content)
+    write_results(args.out, content)
 
-    written = [Run(mixer, 'language', args.seeds[0]) for mixer in configs]
-    folders = {run.mixer: run.model_folder(args.out) for run in written if run in results}
+    written = {mixer: next(iter(found)) for (mixer, task), found in finished.items() if found and task == 'language'}
+    folders = {mixer: run.model_folder(args.out) for mixer, run in written.items()}
     if folders and not args.no_speed:
         say('measuring speed and memory')
         measured, failed = measure(folders, preset, text, device)
@@ -247,11 +260,10 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:
             note(best, 'text', reason_of(error))
     content['seconds'] = time.perf_counter() - start
-    write_json(args.out / 'results.json', content)
+    write_results(args.out, content)
     if content['mixers']:
         for table in tables(content):
             console.print(table)
-        (args.out / 'results.md').write_text(markdown(content), encoding='utf-8')
         write_report(args.out, content)
         say(f'report: {args.out / "report.html"}; tables: {args.out / "results.md"}; all numbers: {args.out / "results.json"}')
     for what, reason in failure_lines(content):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
 # targets that are not scored
 IGNORE = -100
 
-VALIDATION_SHARE = 0.1
+# of the text, and in characters
+VALIDATION_SHARE, VALIDATION_LIMIT = 0.1, 500_000
 # a paragraph shorter than this (a heading, a line of code) may be in both parts
 SHARED_LENGTH = 64
 
 DOCUMENT_END = '\n\n\n'
+
+# folders of Python's library that are no part of it, or repeat themselves
+LEFT_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
 
 
 class Text:
@@ -65,16 +70,36 @@ class Text:
         return inputs, targets
 
 
+def read_documentation() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError(
+            'this Python lacks its documentation texts (module pydoc_data.topics): name others with --text FILE-OR-FOLDER'
+        ) from None
+    return dict(topics)
+
+
+def read_library() -> dict[str, str]:
+    root = Path(sysconfig.get_path('stdlib'))
+    paths = {path.relative_to(root): path for path in root.rglob('*.py') if path.is_file()}
+    return {
+        str(name): path.read_text(encoding='utf-8', errors='replace')
+        for name, path in paths.items() if not LEFT_OUT & set(name.parts)
+    }
+
+
+# texts that are on every machine
+TEXTS = {
+    'documentation': ("Python's documentation", read_documentation),
+    'library': ("the sources of Python's standard library", read_library),
+}
+
+
 def read_documents(text: str | None) -> dict[str, str]:
     """The documents of a file or of a folder, or the documentation texts that ship with Python."""
     if text is None:
-        try:
-            from pydoc_data.topics import topics
-        except ImportError:
-            raise ValueError(
-                'this Python lacks its documentation texts (module pydoc_data.topics): name others with --text FILE-OR-FOLDER'
-            ) from None
-        return dict(topics)
+        return read_documentation()
 
     root = Path(text)
     if not root.exists():
@@ -93,7 +118,7 @@ def split(documents: dict[str, str]) -> tuple[list[str], list[str]]:
 
     Paragraphs of the validation texts are taken out of the training texts: documents quote each other.
     """
-    share = VALIDATION_SHARE * sum(map(len, documents.values()))
+    share = min(VALIDATION_SHARE * sum(map(len, documents.values())), VALIDATION_LIMIT)
     names = sorted(documents)
     random.Random(0).shuffle(names)
     chosen, size = set(), 0

@@ -40,10 +40,10 @@ class Mixer:
     needs_gpu: bool = False
 
 
-def attention(backbone: Backbone, layers: list[int], window_size: int | None = None) -> dict:
-    """Softmax attention in some layers, with heads of the same size, on transformers' `sdpa`."""
-    heads = backbone.hidden_size // backbone.head_dim
-    return {'attn': {'layers': layers, 'num_heads': heads, 'window_size': window_size}}
+def windows(backbone: Backbone) -> dict:
+    """Softmax attention in every second layer, over a window shorter than the sequences, with heads of the same size."""
+    layers, heads = list(range(1, backbone.num_hidden_layers, 2)), backbone.hidden_size // backbone.head_dim
+    return {'attn': {'layers': layers, 'num_heads': heads, 'window_size': 64}}
 
 
 def variants(covariance: str, label: str, colors: tuple[str, ...]) -> Iterator[tuple[str, Mixer]]:
@@ -72,15 +72,8 @@ MIXERS = {
     'gdn2': Mixer('GDN-2', MixerConfig, lambda backbone: {'mixer': 'gdn2'}, '#d6455d', 'v', needs_gpu=True),
     'precond-kda': Mixer('Preconditioned KDA', PrecondKDAConfig, lambda backbone: {}, '#8a5a2b', '<', needs_gpu=True),
     'mamba2': Mixer('Mamba-2', MixerConfig, lambda backbone: {'mixer': 'mamba2'}, '#7f8c1f', '>', needs_gpu=True),
-    'attention': Mixer(
-        'Softmax attention', KDNConfig,
-        lambda backbone: attention(backbone, list(range(backbone.num_hidden_layers))), '#7a7f87', 'P',
-    ),
-    'kdn-window': Mixer(
-        'KDN diagonal + window', KDNConfig,
-        # every second layer, over a window shorter than the sequences
-        lambda backbone: attention(backbone, list(range(1, backbone.num_hidden_layers, 2)), window_size=64), '#5b4fd6', 'X',
-    ),
+    'attention': Mixer('Softmax attention', MixerConfig, lambda backbone: {'mixer': 'attention'}, '#7a7f87', 'P'),
+    'kdn-window': Mixer('KDN diagonal + window', KDNConfig, windows, '#5b4fd6', 'X'),
     'kdn-exact': Mixer('KDN exact', MixerConfig, lambda backbone: {'mixer': 'kdn-exact'}, '#c2188f', '*'),
     **dict(variants('diagonal', 'Diagonal', ('#9ec5f5', '#6aa5ea', '#1e4f96', '#7d5fd3', '#c05299', '#8c2f5c'))),
     **dict(variants('isotropic', 'Isotropic', ('#9adbd3', '#57c1b5', '#14655d', '#6a9a3a', '#c9a227', '#8c6d0f'))),

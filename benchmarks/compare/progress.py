@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from benchmarks.compare.runs import Run
-    from benchmarks.compare.tasks import Language, Synthetic, Training
+    from benchmarks.compare.tasks import Language, Synthetic
     from benchmarks.compare.workers import Outcome
 
 # seconds between lines where the output is no terminal
@@ -48,12 +48,12 @@ class Progression(Watcher):
     """Shows loss, tokens per second and time left: bars in a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, orders: list[Run | Warm], tasks: dict[str, Language | Synthetic]):
-        self.console = console
-        self.numbers = {order: i for i, order in enumerate(orders, start=1)}
-        self.trainings = {order: tasks[order.task].training for order in orders if not isinstance(order, Warm)}
+        self.console, self.tasks = console, tasks
+        # orders that will be, are begun and are over
+        self.count, self.begun, self.ended = len(orders), 0, 0
         # tokens of all runs, and of those that are over
-        self.total = sum(map(tokens_of, self.trainings.values()))
-        self.over, self.ended = 0, 0
+        self.total = sum(map(self.tokens_of, orders))
+        self.over = 0
         self.active: dict[Run | Warm, Active] = {}
         self.bars = None
         if console.is_terminal:
@@ -75,13 +75,14 @@ class Progression(Watcher):
             self.bars.stop()
 
     def begin(self, order: Run | Warm) -> None:
-        label = f'{self.numbers[order]}/{len(self.numbers)} {order.name}'
-        steps = None if isinstance(order, Warm) else self.trainings[order].steps
+        self.begun += 1
+        label = f'{self.begun}/{self.count} {order.name}'
+        steps = None if isinstance(order, Warm) else self.tasks[order.task].training.steps
         bar = self.bars.add_task(label, total=steps, status='') if self.bars else None
         self.active[order] = Active(label, time.perf_counter(), bar)
 
     def update(self, order: Run | Warm, step: int, tokens: int, loss: float) -> None:
-        now, active, training = time.perf_counter(), self.active[order], self.trainings[order]
+        now, active, training = time.perf_counter(), self.active[order], self.tasks[order.task].training
         active.tokens = step * training.tokens
         active.status = f'loss {loss:.3f}, {tokens / (now - active.start):,.0f} tokens/s'
         done = self.over + sum(x.tokens for x in self.active.values())
@@ -98,21 +99,22 @@ class Progression(Watcher):
         order = outcome.order
         active = self.active.pop(order)
         self.ended += 1
-        if order in self.trainings:
-            self.over += tokens_of(self.trainings[order])
+        self.over += self.tokens_of(order)
         seconds = time.perf_counter() - active.start
         if self.bars:
             self.bars.remove_task(active.bar)
             self.bars.update(self.all_runs, completed=self.over)
         if outcome.reason:
-            self.say(f'{active.label} failed: {outcome.reason}')
+            self.say(f'{active.label} failed, {self.ended} of {self.count} over: {outcome.reason}')
         elif not self.bars:
             status = f'{active.status}, ' if active.status else ''
-            self.say(f'{active.label}: {status}done in {seconds:.0f} s, {self.ended} of {len(self.numbers)} over')
+            self.say(f'{active.label}: {status}done in {seconds:.0f} s, {self.ended} of {self.count} over')
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-
-def tokens_of(training: Training) -> int:
-    return training.steps * training.tokens
+    def tokens_of(self, order: Run | Warm) -> int:
+        if isinstance(order, Warm):
+            return 0
+        training = self.tasks[order.task].training
+        return training.steps * training.tokens

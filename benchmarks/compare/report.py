@@ -24,7 +24,20 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from benchmarks.compare.mixers import MIXERS
-from benchmarks.compare.summary import blocks_of, cells, failure_lines, known, overview_columns, percent, rows, sizes_line
+from benchmarks.compare.summary import (
+    blocks_of,
+    cells,
+    failure_lines,
+    known,
+    label_of,
+    mixer_lines,
+    overview_columns,
+    percent,
+    rates_line,
+    rows,
+    sizes_line,
+    text_line,
+)
 from benchmarks.compare.train import STATE_TOKENS
 
 if TYPE_CHECKING:
@@ -59,12 +72,12 @@ def plain_number(x: float, _: int | None = None) -> str:
 
 
 def draw_legend(figure: Figure, ax: Axes, **inside) -> None:
-    """Names in a plot where they are few, else beside it."""
+    """Names in a plot where they are few, else below it."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) <= NAMES_INSIDE:
         ax.legend(**inside)
     else:
-        figure.legend(handles, labels, loc='outside right upper', fontsize=9)
+        figure.legend(handles, labels, loc='outside lower center', ncols=4, fontsize=9)
 
 
 def plot_losses(content: dict) -> Figure:
@@ -84,8 +97,8 @@ def plot_losses(content: dict) -> Figure:
                 style = {'color': MIXERS[mixer].color, 'label': None if i else MIXERS[mixer].label}
                 ax.plot(curve['step'], loss, lw=1.4, alpha=0.9, **style)
                 low, high = min(low, *loss), max(high, *loss)
-        title = f'{about["title"].capitalize()}: loss, nats an answer' if about else 'Text: loss, bits per byte'
-        ax.set(title=title, xlabel='step', yscale='log')
+        title, ylabel = (about['title'].capitalize(), 'loss, nats an answer') if about else ('Text', 'loss, bits per byte')
+        ax.set(title=title, xlabel='step', ylabel=ylabel, yscale='log')
         if about:
             guess = -math.log(about['chance'])
             ax.axhline(guess, ls=':', lw=1, color=plt.rcParams['text.color'])
@@ -117,8 +130,8 @@ def plot_task(content: dict, task: str) -> Figure:
                 continue
             at, means = [int(place) for place in places], [100 * value['mean'] for value in places.values()]
             spreads = [100 * (value['spread'] or 0) for value in places.values()]
-            look = MIXERS[mixer]
-            ax.plot(at, means, color=look.color, marker=look.marker, ms=5, lw=1.6, label=look.label)
+            look, label = MIXERS[mixer], label_of(mixer, places.values(), content)
+            ax.plot(at, means, color=look.color, marker=look.marker, ms=5, lw=1.6, label=label)
             low, high = ([y + sign * z for y, z in zip(means, spreads, strict=True)] for sign in (-1, 1))
             ax.fill_between(at, low, high, color=look.color, alpha=0.15, lw=0)
         if min(best.values()) < 100:
@@ -134,6 +147,7 @@ def plot_task(content: dict, task: str) -> Figure:
             ax.set_xscale('log', base=2)
         else:
             ax.set_xscale('symlog', base=2, linthresh=1)
+            ax.set_xlim(-0.3, 1.2 * max(best))
         ax.set(title=labels['title'].capitalize(), xlabel=labels['xlabel'], ylim=(0, 112))
         ax.set_xticks(list(best))
         ax.set_yticks(range(0, 101, 20))
@@ -271,12 +285,13 @@ def write_report(out: Path, content: dict) -> None:
             f'<img src="{light}" alt="{html.escape(caption)}"></picture></figure>'
         )
     overview, *blocks = blocks_of(content)
-    sections = f'<h2>{overview.title}</h2>{table_section(overview, mixers)}{figures.pop("speed", "")}'
+    sections = f'<h2>{overview.title}</h2>{table_section(overview, content)}{figures.pop("speed", "")}'
+    sections += ''.join(f'<h2>{block.title}</h2>{table_section(block, content)}' for block in blocks if block.task is None)
     for name, task in content['tasks'].items():
         if name in figures:
             sections += f'<h2>{task["title"].capitalize()}</h2><p>{html.escape(task["description"])}</p>{figures.pop(name)}'
             sections += ''.join(
-                f'<h3>{html.escape(block.title)}</h3>{table_section(block, mixers)}' for block in blocks if block.task == name
+                f'<h3>{html.escape(block.title)}</h3>{table_section(block, content)}' for block in blocks if block.task == name
             )
     sections += f'<h2>Loss while training</h2>{figures.pop("losses")}'
     seeds = settings['seeds']
@@ -307,16 +322,16 @@ def write_report(out: Path, content: dict) -> None:
     (out / 'report.html').write_text(page, encoding='utf-8')
 
 
-def table_section(block: Block, mixers: dict[str, dict]) -> str:
+def table_section(block: Block, content: dict) -> str:
     """A table of the page."""
     head = ''.join(f'<th>{html.escape(column.title)}</th>' for column in block.columns)
     body = ''.join(
         f'<tr class="reference"><th>{name}</th>' + ''.join(f'<td>{text}</td>' for text in texts) + '</tr>'
         for name, texts in block.references.items()
     )
-    for mixer, row in rows(block, mixers).items():
+    for mixer, label, row in rows(block, content):
         dot = f'<i class="dot" style="background:{MIXERS[mixer].color}"></i>'
-        body += f'<tr><th>{dot}{html.escape(MIXERS[mixer].label)}</th>'
+        body += f'<tr><th>{dot}{html.escape(label)}</th>'
         body += ''.join(f'<td{" class=best" if best else ""}>{text}</td>' for text, best in row) + '</tr>'
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -330,7 +345,9 @@ def cards_of(content: dict) -> list[str]:
         'decoding tokens/s': ('fastest to decode', 'tokens/s'),
     }
     found = [(column, *shown[column.title]) for column in known(overview_columns(), content) if column.title in shown]
-    for block in list(blocks_of(content))[1:]:
+    for block in blocks_of(content):
+        if not block.headline:
+            continue
         title, along = block.title.split(': accuracy by ')
         found.append((block.headline, f'{title}: {block.headline.title} {along}', 'of the answers right'))
     winners = []
@@ -357,14 +374,11 @@ def method_of(content: dict) -> list[str]:
     settings = content['settings']
     language = settings['language']
     lines = [
-        f'{sizes_line(content)} Weights that all mixers have start equal; data, their order, the optimizer and its learning '
-        'rate, which is tuned for no mixer in particular, are the same.',
+        f'{sizes_line(content)} Weights that all mixers have start equal; data, their order and the optimizer are the same. '
+        f'{rates_line(content)}',
     ]
     if language:
-        lines.append(
-            f'Text: {settings["text"]["name"]} as bytes, {language["steps"]} steps of {language["tokens"]:,} tokens. Bits per '
-            'byte are over the held-out documents; paragraphs of theirs that stand elsewhere too are not trained on.',
-        )
+        lines.append(f'Text: {text_line(content)}')
     for task in content['tasks'].values():
         training = task['training']
         lines.append(
@@ -376,10 +390,7 @@ def method_of(content: dict) -> list[str]:
         'mixers and seeds.',
         f'State: all that the cache keeps for a sequence of {STATE_TOKENS} tokens, convolutions included.',
     ]
-    if 'kda' in content['mixers']:
-        lines.append('KDA has its bounded gate (safe_gate, lower bound -5), which its faster kernels need; KDN runs on these.')
-    if 'mamba2' in content['mixers']:
-        lines.append("Mamba-2 is FLA's, with a state of the same size; without mamba-ssm it runs in PyTorch, and slowly.")
+    lines += mixer_lines(content)
     if any('train_tokens_per_second' in x for x in content['mixers'].values()):
         count = content['device']['threads']
         threads = f', on {count} thread{"s" * (count > 1)}' if content['device']['type'] == 'cpu' else ''

@@ -35,6 +35,8 @@ class Backbone:
 class Preset:
     backbone: Backbone
     mixers: tuple[str, ...]
+    # default text, one of `data.TEXTS`
+    text: str
     seq_len: int
     # none where text is not learnt
     language: Training | None
@@ -49,9 +51,10 @@ class Preset:
     workers: int = 1
 
 
-# Sized to take minutes with three seeds, which cuts two things. There is one learning rate for all mixers: a search for each
-# would take several times as long. And steps are few, 5,100 over all tasks: those that small models learn in some hundred have
-# 1,000, recall, which takes longest, 1,500.
+RATES = (1e-3, 3e-3)
+
+# Sized to take minutes with three seeds on two GPUs, so steps are few: 800 of recall, which takes longest, fewer of the
+# others, and about half an epoch of text.
 GPU = Preset(
     backbone=Backbone(
         hidden_size=256, num_hidden_layers=2, num_heads=2, head_dim=64, intermediate_size=512, width_step=8,
@@ -60,28 +63,29 @@ GPU = Preset(
     mixers=(
         'kdn-diagonal', 'kdn-isotropic', 'kda', 'gated-deltanet', 'gdn2', 'precond-kda', 'mamba2', 'attention', 'kdn-window',
     ),
+    text='library',
     seq_len=512,
-    language=Training(steps=600, tokens=16384, learning_rate=2e-3),
+    language=Training(steps=400, tokens=16384, learning_rates=RATES),
     tasks={
         'recall': Recall(
-            Training(steps=1500, tokens=16384, learning_rate=2e-3),
+            Training(steps=800, tokens=16384, learning_rates=RATES),
             symbols=128, train_pairs=(2, 4, 8, 16, 32, 64), eval_pairs=(8, 16, 32, 64, 96, 128), eval_sequences=128,
-            fillers=64, train_stretch=(1, 2), eval_lengths=(128, 256, 512, 1024, 2048), length_pairs=32,
+            fillers=64, train_stretch=(1, 2), eval_lengths=(128, 256, 1024, 2048, 4096, 8192, 16384), length_pairs=32,
         ),
-        'needles': Needles(
-            Training(steps=1000, tokens=16384, learning_rate=2e-3),
-            TokenNeedles(needles=8, questions=8, keys=64, values=64, distractors=64),
-            train_lengths=(64, 128), eval_lengths=(64, 128, 256, 512, 1024), eval_sequences=128,
+        'overwriting': Overwriting(
+            Training(steps=700, tokens=16384, learning_rates=RATES),
+            keys=128, values=64, train_writes=(1, 1, 2, 4), more_writes=((8,), (16,)), eval_sequences=128,
+            train_keys=(4, 8, 16, 32, 64), eval_keys=(16, 32, 64, 96, 128),
         ),
         'noisy': NoisyAssociations(
-            Training(steps=1000, tokens=16384, learning_rate=2e-3),
+            Training(steps=400, tokens=16384, learning_rates=RATES),
             keys=64, values=16, train_writes=(2, 2, 4, 4, 8, 8, 16, 16), more_writes=((32,) * 4, (64,) * 4),
             eval_sequences=512, reliability=0.5,
         ),
-        'overwriting': Overwriting(
-            Training(steps=1000, tokens=16384, learning_rate=2e-3),
-            keys=64, values=64, train_writes=(1, 1, 2, 2, 4, 4, 8, 8, 16, 16), more_writes=((32,) * 4, (64,) * 4),
-            eval_sequences=512,
+        'needles': Needles(
+            Training(steps=500, tokens=16384, learning_rates=RATES),
+            TokenNeedles(needles=8, questions=8, keys=64, values=64, distractors=64),
+            train_lengths=(64, 128, 256), eval_lengths=(128, 256, 1024, 2048, 4096, 8192, 16384), eval_sequences=128,
         ),
     },
     device='cuda',
@@ -99,11 +103,12 @@ PRESETS = {
             initializer_range=0.06,
         ),
         mixers=('kdn-diagonal', 'kdn-isotropic', 'kda', 'gated-deltanet'),
+        text='documentation',
         seq_len=256,
-        language=Training(steps=400, tokens=2048, learning_rate=1e-2),
+        language=Training(steps=400, tokens=2048, learning_rates=(1e-2,)),
         tasks={
             'recall': Recall(
-                Training(steps=600, tokens=2048, learning_rate=2e-3),
+                Training(steps=600, tokens=2048, learning_rates=(2e-3,)),
                 symbols=64, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 16, 32, 64), eval_sequences=64,
             ),
         },
@@ -119,7 +124,13 @@ PRESETS = {
         GPU,
         mixers=tuple(mixer for mixer in MIXERS if mixer.startswith(('kdn-diagonal', 'kdn-isotropic'))),
         language=None,
-        tasks={name: GPU.tasks[name] for name in ('recall', 'noisy', 'overwriting')},
+        tasks={
+            'recall': replace(
+                GPU.tasks['recall'], training=Training(steps=700, tokens=16384, learning_rates=(2e-3,)),
+                eval_lengths=(128, 256, 1024, 4096),
+            ),
+            'noisy': replace(GPU.tasks['noisy'], training=Training(steps=400, tokens=16384, learning_rates=(2e-3,))),
+        },
     ),
     # both approximations beside the full covariance, which is a loop over tokens: small keys, short sequences
     'exact': replace(
@@ -130,11 +141,11 @@ PRESETS = {
         language=None,
         tasks={
             'recall': Recall(
-                Training(steps=800, tokens=4096, learning_rate=4e-3),
+                Training(steps=500, tokens=4096, learning_rates=(4e-3,)),
                 symbols=32, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 12, 16, 24), eval_sequences=256,
             ),
             'noisy': NoisyAssociations(
-                Training(steps=800, tokens=4096, learning_rate=4e-3),
+                Training(steps=400, tokens=4096, learning_rates=(4e-3,)),
                 keys=32, values=8, train_writes=(2, 2, 4, 4, 8, 8), more_writes=((16,) * 3,), eval_sequences=512,
                 reliability=0.5,
             ),

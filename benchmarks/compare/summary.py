@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.compare.mixers import MIXERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from benchmarks.compare.runs import Run
     from benchmarks.compare.tasks import Synthetic
@@ -90,6 +90,8 @@ class Block:
 def blocks_of(content: dict) -> Iterator[Block]:
     """The tables of a report, without those of which no mixer has a number."""
     yield Block('Overview', known(overview_columns(), content), {})
+    if rates := rate_columns(content):
+        yield Block('Learning rates that train best', rates, {})
     for name, task in content['tasks'].items():
         for panel, about in task['panels'].items():
             best = task['best'][panel]
@@ -120,6 +122,17 @@ def overview_columns() -> list[Column]:
         Column('decoding tokens/s', named('decode_tokens_per_second'), '{:,.0f}'.format, max),
         Column('training memory, MiB', named('memory_bytes'), lambda x: f'{x / 2**20:,.1f}', min),
     ]
+
+
+def rate_columns(content: dict) -> list[Column]:
+    """The best learning rate on each task that has several."""
+    tasks = dict.fromkeys(task for x in content['mixers'].values() for task in x['losses_by_rate'])
+
+    def best(task: str) -> Callable:
+        return lambda x: float(min(losses, key=losses.get)) if (losses := x['losses_by_rate'].get(task)) else None
+
+    titles = {task: content['tasks'][task]['title'] if task in content['tasks'] else 'text' for task in tasks}
+    return [Column(titles[task], best(task), '{:g}'.format) for task in tasks]
 
 
 def accuracy(summary: dict, task: str, panel: str, place: str) -> dict | None:
@@ -153,9 +166,19 @@ def cells(column: Column, mixers: dict[str, dict]) -> list[tuple[str, bool]]:
     return written
 
 
-def rows(block: Block, mixers: dict[str, dict]) -> dict[str, list[tuple[str, bool]]]:
-    """The cells of each mixer, in the order of the columns."""
-    return dict(zip(mixers, zip(*(cells(column, mixers) for column in block.columns), strict=True), strict=True))
+def rows(block: Block, content: dict) -> Iterator[tuple[str, str, tuple[tuple[str, bool], ...]]]:
+    """Each mixer, its label, and its cells in the order of the columns."""
+    mixers = content['mixers']
+    found = zip(*(cells(column, mixers) for column in block.columns), strict=True)
+    for (mixer, x), row in zip(mixers.items(), found, strict=True):
+        yield mixer, label_of(mixer, [column.value(x) for column in block.columns], content), row
+
+
+def label_of(mixer: str, values: Iterable[dict | float | None], content: dict) -> str:
+    """The mixer's label, and how many seeds its values are over where they are not over all; these are the same for each."""
+    seeds = len(content['settings']['seeds'])
+    count = next((len(value['values']) for value in values if isinstance(value, dict)), seeds)
+    return MIXERS[mixer].label + (f' ({count} of {seeds} seeds)' if count < seeds else '')
 
 
 def tables(content: dict) -> Iterator[Table]:
@@ -168,8 +191,8 @@ def tables(content: dict) -> Iterator[Table]:
             result.add_column(column.title, justify='right')
         for name, texts in block.references.items():
             result.add_row(name, *texts, style='dim')
-        for mixer, row in rows(block, content['mixers']).items():
-            result.add_row(MIXERS[mixer].label, *(f'[bold]{text}[/bold]' if best else text for text, best in row))
+        for _, label, row in rows(block, content):
+            result.add_row(label, *(f'[bold]{text}[/bold]' if best else text for text, best in row))
         yield result
 
 
@@ -180,7 +203,7 @@ def failure_lines(content: dict) -> list[tuple[str, str]]:
         reasons.setdefault((failure['mixer'], failure['reason']), []).append(failure['what'])
     lines = [(f'{MIXERS[mixer].label}, {"; ".join(what)}', reason) for (mixer, reason), what in reasons.items()]
     for what, left in content['not_run'].items():
-        lines.append((f'{what}, {", ".join(MIXERS[mixer].label for mixer in left)}', 'not begun before the deadline'))
+        lines.append((f'{what}, {", ".join(MIXERS[mixer].label for mixer in left)}', 'not over before the deadline'))
     return lines
 
 
@@ -192,7 +215,7 @@ def markdown(content: dict) -> str:
     commit = f'commit {content["commit"]}' if content['commit'] else 'commit not recorded'
     lines = [
         f'`{content["command"]}` on {content["device"]["name"]}; {versions}; {commit}; seeds {seeds}, mean ± sample standard '
-        f'deviation. {sizes_line(content)}', '',
+        f'deviation. {sizes_line(content)} {rates_line(content)}', '',
     ]
     shown: set[str | None] = {None}
     for block in blocks_of(content):
@@ -204,12 +227,16 @@ def markdown(content: dict) -> str:
         lines.append('|---|' + '---:|' * len(block.columns))
         for name, texts in block.references.items():
             lines.append(f'| *{name}* | ' + ' | '.join(f'*{text}*' for text in texts) + ' |')
-        for mixer, row in rows(block, content['mixers']).items():
+        for _, label, row in rows(block, content):
             texts = (f'**{text}**' if best else text for text, best in row)
-            lines.append(f'| {MIXERS[mixer].label} | ' + ' | '.join(texts) + ' |')
+            lines.append(f'| {label} | ' + ' | '.join(texts) + ' |')
         lines.append('')
-    if content['tasks']:
+    if notes := mixer_lines(content):
+        lines += ['### Mixers', '', *(f'- {note}' for note in notes), '']
+    if settings['language'] or content['tasks']:
         lines += ['### Tasks', '']
+        if settings['language']:
+            lines.append(f'- **text**: {text_line(content)}')
         lines += [
             f'- **{task["title"]}**: {task["description"]} {task["training"]["steps"]:,} steps of '
             f'{task["training"]["tokens"]:,} tokens.' for task in content['tasks'].values()
@@ -228,4 +255,40 @@ def sizes_line(content: dict) -> str:
         f'One backbone of {backbone["num_hidden_layers"]} layers of width {backbone["hidden_size"]}, '
         f'{backbone["num_heads"]} heads of {backbone["head_dim"]}; the width of the MLPs makes the numbers of parameters '
         'agree within 1 %.'
+    )
+
+
+def rates_line(content: dict) -> str:
+    tried = [losses for x in content['mixers'].values() for losses in x['losses_by_rate'].values()]
+    rates = sorted({rate for losses in tried for rate in losses}, key=float)
+    if not rates:
+        return 'The learning rate is the same for all mixers, and tuned for none in particular.'
+    return (
+        f'Each mixer has tried the learning rates {", ".join(rates)} on each task with the first seed; all of its seeds have '
+        'the one with the lowest loss over the last tenth of training.'
+    )
+
+
+def mixer_lines(content: dict) -> list[str]:
+    """What is particular to the mixers that are compared."""
+    notes = {
+        'kda': 'KDA has its bounded gate (safe_gate, lower bound -5), which its faster kernels need; KDN runs on these.',
+        'mamba2': (
+            "Mamba-2 is FLA's, with a state of the same size; without mamba-ssm it runs in PyTorch. It starts with larger "
+            'steps and slower decay than its own, with which its few heads hardly begin to learn in so short a training.'
+        ),
+        'attention': (
+            'Softmax attention has rotary positions, and on queries, keys and values the short convolutions that the other '
+            'mixers have.'
+        ),
+    }
+    return [note for mixer, note in notes.items() if mixer in content['mixers']]
+
+
+def text_line(content: dict) -> str:
+    settings = content['settings']
+    return (
+        f'{settings["text"]["name"]} as bytes, {settings["language"]["steps"]} steps of {settings["language"]["tokens"]:,} '
+        'tokens. Bits per byte are over the held-out documents; paragraphs of theirs that stand elsewhere too are not trained '
+        'on.'
     )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from benchmarks.compare.data import Text
 
 EVAL_SEED = 2**31
+# of long sequences fewer are evaluated
+LONG_EVAL_TOKENS = 2**18
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Training:
     steps: int
     # tokens of a step
     tokens: int
-    learning_rate: float
+    # each is tried with the first seed where there are several
+    learning_rates: tuple[float, ...]
 
 
 class Panel(NamedTuple):
@@ -139,6 +142,11 @@ def permutations(rows: int, size: int, generator: torch.Generator) -> torch.Tens
     return torch.rand(rows, size, generator=generator).argsort(1)
 
 
+def fitting(sequences: int, length: int) -> int:
+    """Sequences of a length that are evaluated."""
+    return min(sequences, max(1, LONG_EVAL_TOKENS // length))
+
+
 @dataclass(frozen=True)
 class Recall(Synthetic):
     """Multi-query associative recall: pairs of a key and a value, then each key again, among tokens without a meaning.
@@ -205,7 +213,7 @@ class Recall(Synthetic):
             yield Evaluation(inputs, targets, {'pairs': self.constant(targets, pairs)})
         for length in self.eval_lengths:
             generator = torch.Generator().manual_seed(EVAL_SEED + self.symbols + length)
-            inputs, targets = self.make_batch(self.length_pairs, length, self.eval_sequences, generator)
+            inputs, targets = self.make_batch(self.length_pairs, length, fitting(self.eval_sequences, length), generator)
             yield Evaluation(inputs, targets, {'length': self.constant(targets, length)})
 
     def make_batch(
@@ -257,7 +265,7 @@ class Needles(Synthetic):
             f'A sequence hides {self.needles.needles} needles, each a marker, a key and a value, among distractors of '
             f'{self.needles.distractors} kinds, and asks for {self.needles.questions} of them at its end. There are '
             f'{self.needles.keys} keys and {self.needles.values} values; training has '
-            f'{" and ".join(map(str, self.train_lengths))} tokens.'
+            f'{" or ".join(map(str, self.train_lengths))} tokens.'
         )
 
     def batches(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -265,7 +273,7 @@ class Needles(Synthetic):
 
     def evaluations(self) -> Iterator[Evaluation]:
         for length in self.eval_lengths:
-            inputs, targets, _ = evaluation_batch(self.needles, length, self.eval_sequences)
+            inputs, targets, _ = evaluation_batch(self.needles, length, fitting(self.eval_sequences, length))
             yield Evaluation(inputs, targets, {'length': self.constant(targets, length)})
 
 
@@ -273,9 +281,8 @@ class Writes(NamedTuple):
     """A batch of associations; `C` keys of a sequence, in the order in which they are asked for."""
     inputs: torch.Tensor
     targets: torch.Tensor
-    # [sequences, C]: how often each key was written, tokens since then, whether the last value was wrong
+    # [sequences, C]: how often each key was written, whether the last value was wrong
     counts: torch.Tensor
-    distance: torch.Tensor
     last_wrong: torch.Tensor
     # [sequences, C]: how likely the best rule is right
     best: torch.Tensor
@@ -303,34 +310,49 @@ class Associations(Synthetic):
     eval_sequences: int
 
     def __post_init__(self):
-        longest = max(map(len, (self.train_writes, *self.more_writes)))
+        longest = max(map(len, (*self.training_writes(), *self.evaluation_writes(), *self.unseen_writes())))
         if longest > self.keys:
             raise ValueError(f'keys: {self.keys} are too few for the {longest} keys of a sequence')
+
+    def training_writes(self) -> list[tuple[int, ...]]:
+        """The writes of which each step of training has one."""
+        return [self.train_writes]
+
+    def evaluation_writes(self) -> list[tuple[int, ...]]:
+        """Writes as often as in training."""
+        return [self.train_writes]
+
+    def unseen_writes(self) -> list[tuple[int, ...]]:
+        """Writes more often than in training."""
+        return list(self.more_writes)
 
     @property
     def chance(self) -> float:
         return 1 / self.values
 
     def describe_writes(self) -> str:
+        sizes = ' or '.join(str(len(writes)) for writes in self.training_writes())
         numbers = ', '.join(map(str, sorted(set(self.train_writes))))
-        return f'Each of {len(self.train_writes)} keys is written several times ({numbers}) in among the others'
+        return f'Each of {sizes} keys is written several times ({numbers}) in among the others'
 
     def draw(self, owner: torch.Tensor, sequences: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Values `[sequences, W]` of writes, those to tell `[sequences, C]`, and how likely the best rule tells them."""
         raise NotImplementedError
 
     def batches(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(seed)
-        sequences = max(1, self.training.tokens // (2 * (sum(self.train_writes) + len(self.train_writes))))
+        generator, choices = torch.Generator().manual_seed(seed), self.training_writes()
         for _ in range(self.training.steps):
-            batch = self.make_batch(self.train_writes, sequences, generator)
+            writes = choices[int(torch.randint(len(choices), (), generator=generator))]
+            sequences = max(1, self.training.tokens // (2 * (sum(writes) + len(writes))))
+            batch = self.make_batch(writes, sequences, generator)
             yield batch.inputs, batch.targets
 
     def evaluations(self) -> Iterator[Evaluation]:
-        for i, writes in enumerate((self.train_writes, *self.more_writes)):
+        as_trained = self.evaluation_writes()
+        for i, writes in enumerate((*as_trained, *self.unseen_writes())):
             batch = self.make_batch(writes, self.eval_sequences, torch.Generator().manual_seed(EVAL_SEED + i))
             places = self.places(batch)
-            if i:
+            if i >= len(as_trained):
                 known = torch.isin(batch.counts, torch.tensor(self.train_writes))
                 places = {name: places[name].masked_fill(known, -1) for name in self.by_writes}
             yield Evaluation(
@@ -360,12 +382,8 @@ class Associations(Synthetic):
         targets = torch.full((N, 2 * (W + C) - 1), IGNORE)
         targets[:, 2 * W::2] = asked[..., 1]
 
-        last = counts.cumsum(0) - 1
-        distance = 2 * (W + torch.arange(C)) - (2 * slots[:, last].gather(1, order) + 1)
-        return Writes(
-            tokens[:, :-1], targets, counts[order], distance,
-            (written[:, last] != answers).gather(1, order), best.gather(1, order),
-        )
+        last_wrong = (written[:, counts.cumsum(0) - 1] != answers).gather(1, order)
+        return Writes(tokens[:, :-1], targets, counts[order], last_wrong, best.gather(1, order))
 
 
 @dataclass(frozen=True)
@@ -414,20 +432,46 @@ class NoisyAssociations(Associations):
         }
 
 
+def repeat(writes: tuple[int, ...], keys: int) -> tuple[int, ...]:
+    return writes * (keys // len(writes))
+
+
 @dataclass(frozen=True)
 class Overwriting(Associations):
-    """Each write of a key has another value than the one before; the latest is to be told."""
+    """Each write of a key has another value than the one before; the latest is to be told.
+
+    `train_writes` and `more_writes` are repeated until there are as many as keys in the sequence.
+    """
     title = 'overwriting'
     by_writes = ('changes',)
+
+    # numbers of keys in a sequence
+    train_keys: tuple[int, ...]
+    eval_keys: tuple[int, ...]
+
+    def __post_init__(self):
+        if any(keys % len(self.train_writes) for keys in (*self.train_keys, *self.eval_keys)):
+            raise ValueError(
+                f'train_keys, eval_keys: expected multiples of {len(self.train_writes)}, the length of train_writes, '
+                f'got {self.train_keys} and {self.eval_keys}',
+            )
+        super().__post_init__()
+
+    def training_writes(self):
+        return [repeat(self.train_writes, keys) for keys in self.train_keys]
+
+    def evaluation_writes(self):
+        return [repeat(self.train_writes, keys) for keys in self.eval_keys]
+
+    def unseen_writes(self):
+        return [repeat(writes, max(self.train_keys)) for writes in self.more_writes]
 
     @property
     def panels(self) -> dict[str, Panel]:
         changes = (min(self.train_writes) - 1, max(self.train_writes) - 1)
-        # places on the second are powers of two
-        longest = 2**int(math.log2(2 * (sum(self.train_writes) + len(self.train_writes)) - 3))
         return {
-            'changes': Panel('more changes', "changes of the key's value", changes),
-            'distance': Panel('longer distances', 'tokens since the last write, or up to twice as many', (1, longest)),
+            'keys': Panel('more keys', 'keys in the sequence', (min(self.train_keys), max(self.train_keys))),
+            'changes': Panel(f'more changes of {max(self.train_keys)} keys', "changes of the key's value", changes),
         }
 
     def describe(self) -> str:
@@ -445,4 +489,6 @@ class Overwriting(Associations):
         return written, written[:, last], torch.ones(sequences, C)
 
     def places(self, batch):
-        return {'changes': batch.counts - 1, 'distance': 2**batch.distance.float().log2().floor().long()}
+        keys = batch.counts.shape[1]
+        changes = batch.counts - 1 if keys == max(self.train_keys) else torch.full_like(batch.counts, -1)
+        return {'keys': torch.full_like(batch.counts, keys), 'changes': changes}

@@ -60,9 +60,12 @@ def loss_of(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 
 
-def make_optimizer(model: PreTrainedModel, training: Training) -> tuple[Optimizer, LRScheduler]:
+def make_optimizer(
+    model: PreTrainedModel, training: Training, learning_rate: float | None = None,
+) -> tuple[Optimizer, LRScheduler]:
     """AdamW, and a cosine schedule with warm-up."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, WEIGHT_DECAY), lr=training.learning_rate, betas=BETAS)
+    learning_rate = learning_rate or training.learning_rates[0]
+    optimizer = torch.optim.AdamW(parameter_groups(model, WEIGHT_DECAY), lr=learning_rate, betas=BETAS)
     warmup = round(WARMUP_SHARE * training.steps)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, training.steps)
 
@@ -90,7 +93,7 @@ def train(
     """Train, score, save and load again; `report(steps done, tokens done, loss)` is called as it goes."""
     training = task.training
     model = build_model(config, run.seed).to(device).train()
-    optimizer, schedule = make_optimizer(model, training)
+    optimizer, schedule = make_optimizer(model, training, run.learning_rate)
 
     curve = {'step': [], 'loss': []}
     pending, tokens, start = [], 0, time.perf_counter()

@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import time
 import warnings
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.tasks import Language, Synthetic
 
-# seconds that runs have to end after the deadline
-GRACE = 60
+# seconds that processes have to go
+EXIT_TIME = 5
 
 
 class Warm(NamedTuple):
@@ -69,6 +69,8 @@ def set_up_process() -> None:
     # models of the CPU preset gain little from a second thread, and lose much where the cores have other work
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    # FLA's Mamba-2 says in every process, for every layer, which kernels it lacks
+    logging.getLogger('fla').setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings('ignore', category=FutureWarning)
     fix_fla_generation()
@@ -133,10 +135,12 @@ class Watcher:
 
 
 def do_here(job: Job, orders: list[Run | Warm], deadline: float, watcher: Watcher) -> Iterator[Outcome]:
-    """Carry out orders in this process; none is begun after the deadline, a time of `time.monotonic`."""
-    for order in orders:
-        if time.monotonic() >= deadline:
-            return
+    """Carry out orders in this process; none is begun after the deadline, a time of `time.monotonic`.
+
+    Whoever receives an outcome may add orders.
+    """
+    while orders and time.monotonic() < deadline:
+        order = orders.pop(0)
         watcher.begin(order)
         outcome = job.do(order, lambda *args, order=order: watcher.update(order, *args))
         watcher.end(outcome)
@@ -179,8 +183,9 @@ class Workers:
     def __exit__(self, *_) -> None:
         for worker in self.running:
             worker.process.kill()
+        end = time.monotonic() + EXIT_TIME
         for worker in self.running:
-            worker.process.join()
+            worker.process.join(max(0, end - time.monotonic()))
 
     def start(self) -> None:
         device = self.devices[self.started % len(self.devices)]
@@ -194,18 +199,21 @@ class Workers:
         self.running.append(Worker(process, here))
 
     def do(self, orders: list[Run | Warm], deadline: float, watcher: Watcher) -> Iterator[Outcome]:
-        """Carry out orders; none is begun after the deadline, a time of `time.monotonic`, and those begun have `GRACE` to end.
+        """Carry out orders until the deadline, a time of `time.monotonic`; what is not over then is left.
 
-        Runs wait for the warm-up of their mixer, if there is one among the orders, and are left out if it fails.
+        Runs wait for the warm-up of their mixer, if there is one among the orders, and are left out if it fails. Whoever
+        receives an outcome may add orders.
         """
-        pending, cold = deque(orders), {order.mixer for order in orders if isinstance(order, Warm)}
-        while True:
+        cold = {order.mixer for order in orders if isinstance(order, Warm)}
+        while time.monotonic() < deadline:
+            while orders and len(self.running) < self.count:
+                self.start()
             for worker in self.running:
-                if worker.order or time.monotonic() >= deadline:
+                if worker.order:
                     continue
-                order = next((x for x in pending if isinstance(x, Warm) or x.mixer not in cold), None)
+                order = next((x for x in orders if isinstance(x, Warm) or x.mixer not in cold), None)
                 if order:
-                    pending.remove(order)
+                    orders.remove(order)
                     worker.order = order
                     watcher.begin(order)
                     # one that died meanwhile is found below
@@ -214,13 +222,8 @@ class Workers:
             busy = {worker.connection: worker for worker in self.running if worker.order}
             if not busy:
                 return
-            left = deadline + GRACE - time.monotonic()
-            ready = wait(busy, None if math.isinf(left) else max(0, left))
-            if not ready:
-                for worker in busy.values():
-                    worker.process.kill()
-                ready = list(busy)
-            for connection in ready:
+            left = deadline - time.monotonic()
+            for connection in wait(busy, None if math.isinf(left) else max(0, left)):
                 worker = busy[connection]
                 try:
                     message = connection.recv()
@@ -236,10 +239,8 @@ class Workers:
                     # an error may have left the GPU unusable for its process
                     worker.process.kill()
                     self.running.remove(worker)
-                    if pending:
-                        self.start()
                 if isinstance(message.order, Warm):
                     if message.reason:
-                        pending = deque(x for x in pending if x.mixer != message.order.mixer)
+                        orders[:] = (x for x in orders if x.mixer != message.order.mixer)
                     cold.discard(message.order.mixer)
                 yield message

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fla_kdn
 from benchmarks.commit import find_commit
-from benchmarks.compare.data import read_documents
+from benchmarks.compare.data import read_documents, read_library
 from benchmarks.ops.report import write_json
 from examples.pretraining.shapes import GIB, costs, make_config, meta_model
 
@@ -74,14 +74,14 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         job.add_argument('--batch-tokens', type=int, default=batch_tokens, help='of a step; default: %(default)s')
         job.add_argument('--rows', type=int, default=4, help='of a micro-batch; default: %(default)s')
         job.add_argument('--text', metavar='FILE-OR-FOLDER',
-                         help='what to learn, byte by byte; default: the documentation in Python')
+                         help="what to learn, byte by byte; default: the sources of Python's library")
         job.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder; default: %(default)s')
     return parser, {'scaling': scaling, 'run': run}
 
 
 def write_text(text: str | None, folder: Path) -> int:
     """The documents as JSON lines, a file for each stream of `pretrain.py`; returns their bytes."""
-    documents = [document for _, document in sorted(read_documents(text).items())]
+    documents = [document for _, document in sorted((read_documents(text) if text else read_library()).items())]
     folder.mkdir()
     for i in range(min(STREAMS, len(documents))):
         lines = [json.dumps({'text': document}) + '\n' for document in documents[i::STREAMS]]

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.compare import measure, mixers, workers
-from benchmarks.compare.data import SHARED_LENGTH, Text, paragraphs, read_documents, split
+from benchmarks.compare import data, measure, mixers, workers
+from benchmarks.compare.data import SHARED_LENGTH, Text, paragraphs, read_documents, read_library, split
 from benchmarks.compare.mixers import MIXERS, build_config, build_model, count_parameters, matched_config
 from benchmarks.compare.settings import PRESETS, Backbone
 from benchmarks.compare.tasks import Needles, NoisyAssociations, Overwriting, Recall, Training
@@ -26,7 +26,7 @@ from fla_kdn.models.optim import parameter_groups
 
 job = import_module('benchmarks.compare.__main__')
 
-TRAINING = Training(steps=50, tokens=64, learning_rate=1e-3)
+TRAINING = Training(steps=50, tokens=64, learning_rates=(1e-3,))
 TINY = replace(
     PRESETS['cpu'],
     backbone=Backbone(
@@ -50,7 +50,7 @@ ALL_TASKS = {
     **TINY.tasks,
     'needles': Needles(TRAINING, TokenNeedles(keys=4, values=4, distractors=4), (16,), (16, 32), eval_sequences=4),
     'noisy': NoisyAssociations(TRAINING, **WRITES, reliability=0.6),
-    'overwriting': Overwriting(TRAINING, **WRITES),
+    'overwriting': Overwriting(TRAINING, **WRITES, train_keys=(2,), eval_keys=(2, 4)),
 }
 CPU_MIXERS = [mixer for mixer in MIXERS if not MIXERS[mixer].needs_gpu]
 DEFAULT_MIXERS = PRESETS['cpu'].mixers
@@ -122,6 +122,21 @@ def test_text_batches_follow_the_seed_and_stay_in_the_training_part():
     inputs, targets = text.validation_windows(TINY.seq_len)
     assert bytes(inputs.flatten().tolist()) == bytes(text.validation.tolist())[:inputs.numel()]
     assert len(text.validation) - inputs.numel() <= TINY.seq_len
+
+
+def test_library_of_python_is_its_sources_without_tests():
+    documents = read_library()
+    assert 'argparse.py' in documents and 'json/decoder.py' in documents
+    assert all(name.endswith('.py') for name in documents)
+    assert not any({'site-packages', 'test', 'tests'} & set(name.split('/')) for name in documents)
+    assert sum(map(len, documents.values())) > 5e6
+
+
+def test_what_is_held_out_of_a_long_text_is_limited(monkeypatch):
+    whole = sum(map(len, DOCUMENTS.values()))
+    monkeypatch.setattr(data, 'VALIDATION_LIMIT', whole // 20)
+    _, validation = split(DOCUMENTS)
+    assert whole // 20 <= sum(map(len, validation)) < 0.08 * whole
 
 
 def test_documentation_of_python_may_be_missing(monkeypatch):
@@ -245,14 +260,16 @@ def test_all_tasks_are_reported(compare, monkeypatch, tmp_path):
     assert {path.stem for path in (out / 'plots').iterdir()} == {*ALL_TASKS, 'losses'}
     text = (out / 'results.md').read_text()
     assert {line.split()[0] for line in text.splitlines() if line.startswith('#')} == {'###'}
-    for about in ALL_TASKS.values():
-        assert f'**{about.title}**' in text
+    for title in ('text', *(about.title for about in ALL_TASKS.values())):
+        assert f'- **{title}**: ' in text
     assert {line for line in text.splitlines() if line.startswith('!')} == {
         f'![{about.title.capitalize()}](plots/{task}.png)' for task, about in ALL_TASKS.items()
     }
     # every row of a table has the cells of its head
     for table in text.split('\n\n'):
         assert len({line.replace('\\|', '').count('|') for line in table.splitlines() if line.startswith('|')}) <= 1
+    for note in ('- KDA has its bounded gate', '- Softmax attention has rotary positions'):
+        assert note in text and note[2:] in page
     noisy = content['tasks']['noisy']
     assert f'| *best possible* | *{noisy["best"]["last_right"]["1"]:.1%}*' in text
 
@@ -318,5 +335,79 @@ def test_no_run_begins_after_the_deadline(compare, trained, tmp_path, capsys):
     assert not trained
     content = read_results(tmp_path)
     assert content['not_run'] == {'language seed 0': ['kda']} and content['mixers']['kda']['accuracy']
-    assert '<b>language seed 0, KDA</b>: not begun' in (tmp_path / 'out' / 'report.html').read_text()
-    assert 'language seed 0, KDA: not begun before the deadline' in capsys.readouterr().out
+    assert '<b>language seed 0, KDA</b>: not over' in (tmp_path / 'out' / 'report.html').read_text()
+    assert 'language seed 0, KDA: not over before the deadline' in capsys.readouterr().out
+
+
+@pytest.fixture
+def choose(compare, monkeypatch):
+    """The job on recall with two learning rates, of which the second trains best or fails."""
+    task, train = TINY.tasks['recall'], workers.train
+    tasks = {'recall': replace(task, training=replace(task.training, learning_rates=(1e-3, 2e-3)))}
+    monkeypatch.setitem(PRESETS, 'cpu', replace(TINY, tasks=tasks))
+
+    def start(*more, fails=()):
+        def with_known_losses(run, *args):
+            if (run.learning_rate, run.seed) in fails:
+                raise FloatingPointError('the loss is nan')
+            result = train(run, *args)
+            result['curve'] = {'step': list(range(20)), 'loss': [9.] * 18 + [1e-3 / run.learning_rate] * 2}
+            return result
+
+        monkeypatch.setattr(workers, 'train', with_known_losses)
+        return compare('--steps', '1', '--mixers', 'kda', '--tasks', 'recall', '--seeds', '3', '--no-speed', *more)
+
+    return start
+
+
+def stored_runs(tmp_path) -> set[str]:
+    return {path.stem for path in (tmp_path / 'out' / 'runs').iterdir()}
+
+
+def test_all_seeds_have_the_learning_rate_that_trains_best(choose, tmp_path):
+    assert choose() == 0
+    runs = {'kda-recall-seed0-lr0.001', *(f'kda-recall-seed{seed}-lr0.002' for seed in (0, 1, 2))}
+    assert stored_runs(tmp_path) == runs
+    content = read_results(tmp_path)
+    kda = content['mixers']['kda']
+    assert kda['losses_by_rate'] == {'recall': {'0.001': 1., '0.002': 0.5}} and not content['not_run']
+    assert [curve['seed'] for curve in kda['curves']['recall']] == [0, 1, 2]
+    assert all(curve['loss'][-1] == 0.5 for curve in kda['curves']['recall'])
+    text = (tmp_path / 'out' / 'results.md').read_text()
+    assert '### Learning rates that train best' in text and '| KDA | 0.002 |' in text and 'learning rates 0.001, 0.002' in text
+    assert 'Learning rates that train best' in (tmp_path / 'out' / 'report.html').read_text()
+    # what is missing is made up for, and nothing else
+    (tmp_path / 'out' / 'runs' / 'kda-recall-seed2-lr0.002.json').unlink()
+    assert choose('--resume', fails=[(2e-3, 0), (2e-3, 1), (1e-3, 0)]) == 0
+    assert stored_runs(tmp_path) == runs and not read_results(tmp_path)['failures']
+
+
+def test_rows_of_fewer_seeds_say_so(choose, tmp_path):
+    """One learning rate fails, and the other after the first seed."""
+    assert choose(fails=[(2e-3, 0), (1e-3, 1)]) == 0
+    assert stored_runs(tmp_path) == {'kda-recall-seed0-lr0.001', 'kda-recall-seed2-lr0.001'}
+    text = (tmp_path / 'out' / 'results.md').read_text()
+    assert '| KDA (2 of 3 seeds) | ' in text and '| KDA | 0.001 |' in text
+    assert 'recall seed 0, learning rate 0.002; recall seed 1, learning rate 0.001: FloatingPointError' in text
+    assert 'KDA (2 of 3 seeds)' in (tmp_path / 'out' / 'report.html').read_text()
+
+
+def test_seeds_without_a_learning_rate_yet_are_left_at_the_deadline(choose, tmp_path):
+    assert choose() == 0
+    for name in ('kda-recall-seed0-lr0.001', 'kda-recall-seed1-lr0.002'):
+        (tmp_path / 'out' / 'runs' / f'{name}.json').unlink()
+    assert choose('--resume', '--deadline', '0') == 0
+    content = read_results(tmp_path)
+    assert content['not_run'] == {'recall seed 0, learning rate 0.001': ['kda'], 'recall seed 1': ['kda']}
+    assert '| KDA (2 of 3 seeds) | ' in (tmp_path / 'out' / 'results.md').read_text()
+
+
+def test_results_are_written_before_the_page(compare, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, 'write_report', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare('--steps', '1', '--mixers', 'kda', '--tasks', 'recall')
+    assert read_results(tmp_path)['mixers']['kda']['accuracy']
+    assert '| KDA | ' in (tmp_path / 'out' / 'results.md').read_text()

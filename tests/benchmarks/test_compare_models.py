@@ -9,12 +9,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import assert_close, rel
+from fla.layers.mamba2 import Mamba2
+from transformers import AutoModelForCausalLM
 
 from benchmarks.compare.mixers import MIXERS, build_model, matched_config
-from benchmarks.compare.models import ExactKalmanDeltaNet
+from benchmarks.compare.models import ExactKalmanDeltaNet, MatmulMamba2
 from benchmarks.compare.settings import PRESETS, Backbone
 from benchmarks.compare.train import loss_of, warm_up
 from fla_kdn import KalmanDeltaNet
@@ -88,6 +92,45 @@ def test_decoding_goes_on_where_a_prompt_ended(mixer):
         output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
         logits.append(output.logits)
     assert_close(torch.cat(logits, 1), model(input_ids=tokens, use_cache=False).logits, 1e-5)
+
+
+@pytest.mark.parametrize('tokens', [3, 8, 37])
+def test_mamba2_of_matrix_products_is_that_of_fla(tokens):
+    """Output, states and gradients of FLA's PyTorch form, which holds all products of chunks and states."""
+    def run(forward):
+        torch.manual_seed(0)
+        # strong writes and long memories, lest the residual path be all that is compared
+        layer = MatmulMamba2(
+            hidden_size=32, expand=1, head_dim=16, state_size=16, dt_min=1., dt_max=2., A_init_range=(0.01, 0.5), chunk_size=8,
+        )
+        # FLA's are kernels for GPUs
+        layer.rmsnorm, layer.act = False, torch.nn.functional.silu
+        with torch.no_grad():
+            layer.in_proj.weight.mul_(3)
+            layer.D.zero_()
+        x = torch.randn(2, tokens, 32, requires_grad=True)
+        o, conv_state, state = forward(layer, x, use_cache=True)
+        o.square().sum().backward()
+        grads = {name: p.grad for name, p in layer.named_parameters() if not name.startswith('norm')}
+        return {'o': o, 'conv_state': conv_state, 'state': state, 'x': x.grad, **grads}
+
+    expected = run(Mamba2.torch_forward)
+    for name, x in run(MatmulMamba2.torch_forward).items():
+        assert_close(x, expected[name], 1e-5, name)
+
+
+def test_convolutions_before_unnormalised_keys_are_not_drawn_small(tmp_path):
+    for mixer, small in (('attention', False), ('mamba2', False), ('gdn2', True)):
+        model = build_model(matched_config(mixer, BACKBONE)[0], seed=0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(loaded[name], x) for name, x in model.state_dict().items())
+        config, _ = matched_config(mixer, replace(BACKBONE, initializer_range=0.01))
+        convolutions = [x for x in build_model(config, seed=0).modules() if isinstance(x, torch.nn.Conv1d)]
+        assert convolutions and all((x.weight.std() < 0.02) == small for x in convolutions)
 
 
 @pytest.mark.gpu

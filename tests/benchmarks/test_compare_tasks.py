@@ -17,16 +17,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.compare import tasks
 from benchmarks.compare.data import IGNORE
 from benchmarks.compare.tasks import Evaluation, Needles, NoisyAssociations, Overwriting, Recall, Training
 from evals.synthetic import TokenNeedles
 
-TRAINING = Training(steps=20, tokens=256, learning_rate=1e-3)
+TRAINING = Training(steps=20, tokens=256, learning_rates=(1e-3,))
 SIZES = {'keys': 12, 'values': 5, 'train_writes': (1, 2, 4), 'more_writes': ((4, 8), (16, 16)), 'eval_sequences': 64}
 RECALL = Recall(TRAINING, symbols=16, train_pairs=(2, 8), eval_pairs=(4, 16), eval_sequences=8)
 SCATTERED = replace(RECALL, fillers=6, train_stretch=(1, 2), eval_lengths=(20, 40, 80), length_pairs=5)
 NOISY = NoisyAssociations(TRAINING, **SIZES, reliability=0.6)
-OVERWRITING = Overwriting(TRAINING, **SIZES)
+OVERWRITING = Overwriting(TRAINING, **SIZES, train_keys=(3, 6), eval_keys=(3, 6, 9))
 NEEDLES = Needles(TRAINING, TokenNeedles(keys=4, values=4, distractors=4), (16, 24), (16, 32), eval_sequences=8)
 TASKS = [RECALL, SCATTERED, NOISY, OVERWRITING, NEEDLES]
 TASK_IDS = ['recall', 'scattered', 'noisy', 'overwriting', 'needles']
@@ -90,9 +91,8 @@ def test_facts_of_associations_are_those_of_the_sequence(task):
     for n, (written, answers) in enumerate(read_writes(batch, task.keys)):
         assert sorted(len(x) for x in written.values()) == sorted(SIZES['train_writes'])
         for c, (key, (answer, place)) in enumerate(answers.items()):
-            value, last = written[key][-1]
+            value, _ = written[key][-1]
             assert batch.counts[n, c] == len(written[key])
-            assert batch.distance[n, c] == place - last
             assert batch.last_wrong[n, c] == (value != answer)
             assert batch.at_answers(batch.counts)[n, place] == len(written[key])
 
@@ -156,19 +156,29 @@ def test_best_rule_scores_what_it_does_on_the_evaluation():
 def test_sequences_beyond_training_score_only_what_training_lacks():
     assert list(NOISY.best()['last_right']) == ['1', '2', '4', '8', '16']
     assert list(OVERWRITING.best()['changes']) == ['0', '1', '3', '7', '15']
-    first, second, _ = OVERWRITING.evaluations()
-    assert set(first.places) == {'changes', 'distance'} and set(second.places) == {'changes'}
-    scored = second.places['changes'][second.targets != IGNORE]
+    few, as_trained, many, more, _ = OVERWRITING.evaluations()
+    assert set(few.places) == set(as_trained.places) == {'keys', 'changes'} and set(more.places) == {'changes'}
+    # changes count where there are as many keys as training has at most
+    for evaluation, keys, changes in ((few, 3, {-1}), (as_trained, 6, {0, 1, 3}), (many, 9, {-1})):
+        answers = evaluation.targets != IGNORE
+        assert answers.sum() == keys * SIZES['eval_sequences']
+        assert (evaluation.places['keys'][answers] == keys).all() and (evaluation.places['keys'][~answers] == -1).all()
+        assert set(evaluation.places['changes'][answers].tolist()) == changes
+    scored = more.places['changes'][more.targets != IGNORE]
     # of the keys written 4 and 8 times one half
-    assert set(scored.tolist()) == {-1, 7} and (scored == 7).sum() == SIZES['eval_sequences']
-    assert (first.places['changes'][first.targets != IGNORE] >= 0).all()
-    assert (first.places['changes'][first.targets == IGNORE] == -1).all()
+    assert set(scored.tolist()) == {-1, 7} and (scored == 7).sum() == 3 * SIZES['eval_sequences']
 
 
-def test_distances_fall_between_powers_of_two():
-    batch = OVERWRITING.make_batch(SIZES['train_writes'], 50, generator())
-    places = OVERWRITING.places(batch)['distance']
-    assert (places <= batch.distance).all() and (batch.distance < 2 * places).all()
+def test_steps_of_overwriting_have_each_number_of_keys():
+    found = {int((targets != IGNORE).sum(1).unique()) for _, targets in OVERWRITING.batches(seed=0)}
+    assert found == {3, 6}
+
+
+def test_long_sequences_are_fewer(monkeypatch):
+    monkeypatch.setattr(tasks, 'LONG_EVAL_TOKENS', 120)
+    for task in (SCATTERED, NEEDLES):
+        sizes = {x.inputs.shape for x in task.evaluations() if 'length' in x.places}
+        assert {rows for rows, _ in sizes} == {min(8, 120 // length) for length in task.eval_lengths}
 
 
 @pytest.mark.parametrize('task', TASKS, ids=TASK_IDS)
@@ -216,6 +226,8 @@ def test_scores_are_means_over_the_targets_of_a_place():
     (lambda: replace(RECALL, eval_pairs=(17,)), 'symbols'),
     (lambda: replace(SCATTERED, fillers=0), 'fillers'),
     (lambda: replace(NOISY, keys=2), 'keys'),
+    (lambda: replace(OVERWRITING, keys=8), 'keys: 8'),
+    (lambda: replace(OVERWRITING, eval_keys=(4,)), 'eval_keys'),
 ])
 def test_sizes_that_do_not_fit_are_named(make, match):
     with pytest.raises(ValueError, match=match):

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -19,6 +20,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from fla.layers.mamba2 import Mamba2
 from test_compare import ALL_TASKS, TINY, compare  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime.autotuner import Autotuner
@@ -97,9 +99,9 @@ def carry_out(job, orders, count, seconds=math.inf):
 def test_runs_that_raise_or_are_killed_do_not_stop_the_others(make_job, tmp_path):
     job = make_job('raise', 'die')
     orders = [Run(mixer, 'recall', seed) for mixer, seed in (('die', 0), ('raise', 0), ('kda', 0), ('kda', 1))]
-    dies, fails, first, second = orders
+    dies, fails, first, second = expected = tuple(orders)
     outcomes, notes, started = carry_out(job, orders, 2)
-    assert set(outcomes) == set(notes.begun) == set(orders)
+    assert set(outcomes) == set(notes.begun) == set(expected) and not orders
     assert outcomes[dies].reason == 'its process ended with exit code -9'
     assert outcomes[fails].reason == 'RuntimeError: no such kernel'
     # a process in which something failed is not used again
@@ -120,13 +122,43 @@ def test_runs_wait_for_the_first_steps_of_their_mixer(make_job):
     assert outcomes[Warm('kda')].result['seconds'] > 0
 
 
-def test_runs_that_hang_are_ended_after_the_deadline(make_job, monkeypatch):
-    monkeypatch.setattr(workers, 'GRACE', 0)
+def test_runs_that_hang_are_ended_at_the_deadline(make_job):
     job = make_job('hang')
     run, late = Run('hang', 'recall', 0), Run('kda', 'recall', 0)
     outcomes, notes, _ = carry_out(job, [run, late], 1, seconds=1)
-    assert notes.begun == [run]
-    assert outcomes[run].reason == 'its process ended with exit code -9'
+    assert notes.begun == [run] and not outcomes
+
+
+def test_orders_added_after_a_failure_are_carried_out(make_job):
+    job = make_job('raise')
+    failing, added = Run('raise', 'recall', 0), Run('kda', 'recall', 0)
+    orders, outcomes = [failing], []
+    with Workers(job, 1, [job.device]) as pool:
+        for outcome in pool.do(orders, math.inf, Notes()):
+            outcomes.append(outcome)
+            if outcome.order == failing:
+                orders.append(added)
+    assert [outcome.order for outcome in outcomes] == [failing, added] and outcomes[1].result
+
+
+@pytest.fixture
+def fla_logger():
+    """FLA's logger, as if no test had set it up before."""
+    logger = logging.getLogger('fla')
+    level = logger.level
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.setLevel(level)
+
+
+def test_workers_are_silent_about_kernels_that_mamba_lacks(fla_logger, caplog):
+    sizes = {'hidden_size': 16, 'expand': 1, 'head_dim': 16, 'state_size': 16}
+    Mamba2(**sizes)
+    assert 'Triton' in caplog.text
+    caplog.clear()
+    workers.set_up_process()
+    Mamba2(**sizes)
+    assert not caplog.text
 
 
 def test_workers_find_the_same_results(compare, monkeypatch, tmp_path, capsys):  # noqa: F811
