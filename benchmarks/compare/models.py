@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fla_kdn import KalmanDeltaNet, KDNConfig, KDNForCausalLM
 from fla_kdn.layers.attn import Attention
 from fla_kdn.ops.kdn import naive_recurrent_exact_kdn
-from fla_kdn.ops.kdn.inputs import l2norm, log_decay, noise
 
 MAMBA2_CHUNK = 64
 
@@ -38,16 +37,15 @@ class ExactKalmanDeltaNet(KalmanDeltaNet):
             conv(x=x, cache=cache, output_final_state=use_cache)
             for conv, x, cache in zip(convolutions, (q, k, v), last_state.get('conv_state') or [None] * 3, strict=True)
         )
-        q, k = (l2norm(rearrange(x, '... (h d) -> ... h d', d=self.head_k_dim).float()) for x in (q, k))
         v = rearrange(v, '... (h d) -> ... h d', d=self.head_v_dim)
-        g = rearrange(self.f_proj(hidden_states), '... (h d) -> ... h d', d=self.head_k_dim)
-        g = log_decay(g.float(), self.A_log, self.dt_bias, self.safe_gate, self.lower_bound)
-        raw = self.noise(hidden_states)
-        omega, r = noise(raw.pop('omega').float(), raw.pop('r').float(), **raw)
 
         memory, cov = last_state.get('recurrent_state') or (None, self.prior_covariance())
         o, memory, cov = naive_recurrent_exact_kdn(
-            q, k, v.float(), g, omega, r, initial_state=memory, initial_cov=cov, output_final_state=use_cache,
+            **self.activated_inputs(hidden_states, q, k),
+            v=v.float(),
+            initial_state=memory,
+            initial_cov=cov,
+            output_final_state=use_cache,
         )
         if use_cache:
             update_layer_cache(

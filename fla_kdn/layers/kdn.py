@@ -335,7 +335,7 @@ class KalmanDeltaNet(nn.Module):
             initial_cov=cov,
             output_final_state=use_cache,
             covariance=self.covariance,
-            info_scale=self.log_info_scale.float().exp() if self.learn_info_scale else self.info_scale,
+            info_scale=self.information_scale(),
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             safe_gate=self.safe_gate,
@@ -361,6 +361,10 @@ class KalmanDeltaNet(nn.Module):
         )) if uncertainty else None
 
         return o, uncertainty, past_key_values
+
+    def information_scale(self) -> torch.Tensor | float | None:
+        """`[num_v_heads]` if it is learned."""
+        return self.log_info_scale.float().exp() if self.learn_info_scale else self.info_scale
 
     def prior_covariance(self) -> torch.Tensor:
         """Covariance before the first token, `[num_v_heads]`."""
@@ -396,6 +400,10 @@ class KalmanDeltaNet(nn.Module):
             q, k = self.q_conv1d(x=q, cu_seqlens=cu_seqlens)[0], self.k_conv1d(x=k, cu_seqlens=cu_seqlens)[0]
         else:
             q, k = F.silu(q), F.silu(k)
+        return self.activated_inputs(hidden_states, q, k)
+
+    def activated_inputs(self, hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What :meth:`filter_inputs` returns, from `q` and `k` after their convolutions."""
         q, k = (l2norm(x.float().unflatten(-1, (-1, self.head_k_dim))) for x in (q, k))
         g = self.f_proj(hidden_states).float().unflatten(-1, (-1, self.head_k_dim))
         g = log_decay(g, self.A_log, self.dt_bias, self.safe_gate, self.lower_bound)
@@ -413,8 +421,7 @@ class KalmanDeltaNet(nn.Module):
         inputs = self.filter_inputs(hidden_states, cu_seqlens)
         k, g, omega, r = (inputs[name] for name in ('k', 'g', 'omega', 'r'))
         k2 = k.square().repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
-        mu = self.log_info_scale.float().exp() if self.learn_info_scale else self.info_scale
-        mu = expand_info_scale(mu, k, self.num_v_heads).unsqueeze(-1)
+        mu = expand_info_scale(self.information_scale(), k, self.num_v_heads).unsqueeze(-1)
         a, u = (2 * g).exp(), mu * k2 / r.unsqueeze(-1)
         if self.covariance == 'isotropic':
             a, u, omega = a.mean(-1, keepdim=True), u.mean(-1, keepdim=True), omega.unsqueeze(-1)
