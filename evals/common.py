@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import warnings
 from pathlib import Path
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
-
-
-def positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f'{value!r} is no positive number')
-    return int(value)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

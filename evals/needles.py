@@ -19,9 +19,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from benchmarks.common import positive, write_json
 from benchmarks.compare.report import draw
-from benchmarks.compare.runs import load_result, write_json
-from evals.common import DTYPES, load, positive, read_text, text_fingerprint, weights_fingerprint
+from benchmarks.compare.runs import load_result
+from evals.common import DTYPES, load, read_text, text_fingerprint, weights_fingerprint
 from evals.haystack import ANSWER_TOKENS, TASKS, Haystack, make_samples, score
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from torch.nn import functional as F
 
+from benchmarks.common import positive, write_json
 from benchmarks.compare.report import draw
-from benchmarks.compare.runs import write_json
-from evals.common import DTYPES, load, positive, read_text, text_fingerprint, weights_fingerprint
+from evals.common import DTYPES, load, read_text, text_fingerprint, weights_fingerprint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,29 +22,23 @@ import torch
 from rich.console import Console
 
 import fla_kdn
-from benchmarks.commit import find_commit
+from benchmarks.common import find_commit, positive, reason_of, write_json
 from benchmarks.compare.data import TEXTS, Text, read_documents
 from benchmarks.compare.measure import MEMORY_LABELS, measure, sample
 from benchmarks.compare.mixers import MIXERS, matched_config
 from benchmarks.compare.progress import Progression, clock
 from benchmarks.compare.report import write_report
-from benchmarks.compare.runs import Plan, Run, load_finished, result_file, run_settings, write_json
+from benchmarks.compare.runs import Plan, Run, load_finished, result_file, run_settings
 from benchmarks.compare.settings import PRESETS
 from benchmarks.compare.summary import describe_task, failure_lines, markdown, summarize, tables
 from benchmarks.compare.tasks import Language
-from benchmarks.compare.workers import Job, Warm, Workers, do_here, reason_of, set_up_process
+from benchmarks.compare.workers import Job, Warm, Workers, do_here, set_up_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from benchmarks.compare.settings import Preset
     from benchmarks.compare.workers import Outcome, Watcher
-
-
-def positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f'{value!r} is no positive number')
-    return int(value)
 
 
 def seed_list(value: str) -> list[int]:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -136,14 +135,6 @@ def end_loss(result: dict) -> float:
 
 def result_file(out: Path, run: Run) -> Path:
     return out / 'runs' / f'{run.name}.json'
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write all or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix('.tmp')
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, path)
 
 
 def load_result(path: Path, settings: dict, option: str) -> dict | None:

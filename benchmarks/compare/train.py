@@ -122,7 +122,7 @@ def train(
 
 
 def warm_up(config: PreTrainedConfig, tasks: list[Language | Synthetic], bf16: bool, device: torch.device) -> None:
-    """Train on a batch of each shape that a task has, and evaluate: kernels are compiled and tuned, and kept on disk."""
+    """Train on a batch of each shape that a task has, and evaluate: its kernels are compiled, and kept on disk."""
     model = build_model(config, seed=0).to(device)
     for task in tasks:
         optimizer, _ = make_optimizer(model.train(), task.training)

@@ -23,7 +23,8 @@ import torch
 import transformers
 from triton.runtime.autotuner import Autotuner
 
-from benchmarks.compare.runs import Run, result_file, write_json
+from benchmarks.common import reason_of, write_json
+from benchmarks.compare.runs import Run, result_file
 from benchmarks.compare.train import train, warm_up
 from fla_kdn.models.compat import fix_fla_generation
 
@@ -58,10 +59,6 @@ class Outcome(NamedTuple):
     order: Run | Warm
     result: dict | None
     reason: str | None
-
-
-def reason_of(error: BaseException) -> str:
-    return f'{type(error).__name__}: {error}'
 
 
 def set_up_process() -> None:

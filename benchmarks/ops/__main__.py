@@ -8,21 +8,17 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
 
-import fla
 import torch
-import triton
 from rich.console import Console
 
-import fla_kdn
-from benchmarks.commit import find_commit
+from benchmarks.common import find_commit, module_versions, result_path, write_json
 from benchmarks.ops.measure import measure_ceilings, measure_group, profile_op, warm
 from benchmarks.ops.registry import MODES, OPS
-from benchmarks.ops.report import group_table, kernel_table, write_json, write_plot
+from benchmarks.ops.report import group_table, kernel_table, write_plot
 
 SHAPES = [(16, 2048), (8, 4096), (2, 16384), (1, 32768)]
 DECODE_SHAPES = [(1, 1), (16, 1), (128, 1)]
@@ -90,9 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     card = torch.cuda.get_device_name()
     content = {
         'card': card,
-        'versions': {
-            'fla_kdn': fla_kdn.__version__, 'torch': torch.__version__, 'triton': triton.__version__, 'fla': fla.__version__,
-        },
+        'versions': module_versions('fla_kdn', 'torch', 'triton', 'fla'),
         'commit': find_commit(),
         'settings': {key: value for key, value in vars(args).items() if key not in ('out', 'list', 'profile')},
         'measured_ceilings': measured,
@@ -108,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
             content['warm'][name] = result
             say(f'{name}: ' + (result if isinstance(result, str) else f'compiled in {result:.1f} s, beside others'))
 
-    path = args.out / f'ops_{re.sub("[^A-Za-z0-9]+", "-", card).strip("-")}.json'
+    path = result_path(args.out, 'ops', card)
     for kind, kind_shapes in shapes.items():
         group_ops = [op for op in ops if op.kind == kind]
         for shape in kind_shapes if group_ops else []:

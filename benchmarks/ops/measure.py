@@ -9,10 +9,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
+from benchmarks.common import compile_in_processes, reason_of
 from benchmarks.ops.registry import BASELINES, OPS, make_inputs, make_work, nbytes
 
 if TYPE_CHECKING:
@@ -30,10 +28,6 @@ if TYPE_CHECKING:
 # ops take turns as often, so that a slow moment of the machine meets all of them
 ROUNDS = 4
 PROFILED_CALLS = 5
-
-
-def reason_of(error: BaseException) -> str:
-    return f'{type(error).__name__}: {error}'
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -137,22 +131,8 @@ def compile_op(name: str, shapes: list[Shape], modes: tuple[str, ...]) -> float 
 
 
 def warm(tasks: list[tuple[str, list[Shape], tuple[str, ...]]], workers: int) -> Iterator[tuple[str, float | str]]:
-    """Compile ops in `workers` processes: name, and seconds or why it failed.
-
-    Compiled kernels are kept; what was tuned is not, as the processes contend for the device.
-    """
-    before = dict(os.environ)
-    os.environ['FLA_CACHE_RESULTS'] = '0'
-    try:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context('spawn')) as pool:
-            futures = {pool.submit(compile_op, *task): task[0] for task in tasks}
-            for future in as_completed(futures):
-                # a worker that died
-                error = future.exception()
-                yield futures[future], reason_of(error) if error else future.result()
-    finally:
-        os.environ.pop('FLA_CACHE_RESULTS')
-        os.environ.update(before)
+    """Compile ops in `workers` processes: name, and seconds or why it failed."""
+    return compile_in_processes(compile_op, {task[0]: task for task in tasks}, workers)
 
 
 def profile_op(op: OpConfig, shape: Shape, mode: str) -> list[dict]:

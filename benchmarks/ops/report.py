@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -88,11 +87,6 @@ def kernel_table(kernels: list[dict], title: str) -> Table:
     for x in kernels:
         table.add_row(x['kernel'], f'{x["calls"]:g}', number(x['ms']), f'{x["ms"] / total:.1%}')
     return table
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + '\n')
 
 
 def write_plot(path: Path, content: dict) -> None:

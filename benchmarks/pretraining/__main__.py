@@ -24,18 +24,13 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import fla
 import matplotlib
 import torch
-import transformers
-import triton
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import fla_kdn
-from benchmarks.commit import find_commit
+from benchmarks.common import find_commit, module_versions, result_path, write_json
 from benchmarks.compare.data import read_documents, read_library
-from benchmarks.ops.report import write_json
 from examples.pretraining.shapes import GIB, costs, make_config, meta_model
 
 matplotlib.use('Agg')
@@ -228,15 +223,12 @@ def main(argv: list[str] | None = None) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
-    path = args.out / f'pretraining-{args.job}_{re.sub("[^A-Za-z0-9]+", "-", card).strip("-")}.json'
+    path = result_path(args.out, f'pretraining-{args.job}', card)
     with TemporaryDirectory() as folder:
         data = Path(folder, 'text')
         content = {
             'card': card,
-            'versions': {
-                'fla_kdn': fla_kdn.__version__, 'torch': torch.__version__, 'triton': triton.__version__,
-                'fla': fla.__version__, 'transformers': transformers.__version__,
-            },
+            'versions': module_versions('fla_kdn', 'torch', 'triton', 'fla', 'transformers'),
             'commit': find_commit(),
             'settings': {key: value for key, value in vars(args).items() if key not in ('out', 'job')},
             'text_bytes': write_text(args.text, data),

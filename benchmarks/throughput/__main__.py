@@ -10,22 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import sys
 import time
 import warnings
 from pathlib import Path
 
-import fla
 import torch
 import transformers
-import triton
 from rich.console import Console
 from rich.progress import Progress
 
-import fla_kdn
-from benchmarks.commit import find_commit
-from benchmarks.ops.report import write_json
+from benchmarks.common import find_commit, module_versions, result_path, write_json
 from benchmarks.throughput.measure import METHOD, count_parameters, measure_group, warm
 from benchmarks.throughput.plan import PLANS
 from benchmarks.throughput.report import group_table, write_plots
@@ -85,13 +80,10 @@ def main(argv: list[str] | None = None) -> int:
 
     plan = PLANS[device.type]
     card = torch.cuda.get_device_name() if device.type == 'cuda' else f'CPU {platform.machine()}'
-    path = args.out / f'throughput_{re.sub("[^A-Za-z0-9]+", "-", card).strip("-")}.json'
+    path = result_path(args.out, 'throughput', card)
     content = {
         'card': card,
-        'versions': {
-            'fla_kdn': fla_kdn.__version__, 'torch': torch.__version__, 'triton': triton.__version__, 'fla': fla.__version__,
-            'transformers': transformers.__version__,
-        },
+        'versions': module_versions('fla_kdn', 'torch', 'triton', 'fla', 'transformers'),
         'commit': find_commit(),
         'settings': {key: value for key, value in vars(args).items() if key != 'out'},
         'method': METHOD,

@@ -10,18 +10,15 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.ops.measure import reason_of
+from benchmarks.common import compile_in_processes, reason_of
 from benchmarks.throughput.mixers import COMPILED, MODELS, make_config, make_layer, make_model
 from fla_kdn.models.optim import parameter_groups
 
@@ -311,25 +308,10 @@ def compile_mixer(mixer: str, size: str, cells: list[Cell], plan: Plan, device: 
 
 
 def warm(plan: Plan, workers: int, device: torch.device) -> Iterator[tuple[str, float | str]]:
-    """Compile the mixers of each size in `workers` processes: what, and seconds or why it failed.
-
-    Compiled kernels are kept; what was tuned is not, as the processes contend for the device.
-    """
+    """Compile the mixers of each size in `workers` processes: what, and seconds or why it failed."""
     cells: dict[str, dict[Cell, None]] = {}
     for group in plan.groups:
         cells.setdefault(group.size, {}).update(dict.fromkeys(group.cells))
-    before = dict(os.environ)
-    os.environ['FLA_CACHE_RESULTS'] = '0'
-    try:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context('spawn')) as pool:
-            futures = {
-                pool.submit(compile_mixer, mixer, size, list(found), plan, device): f'{mixer} {size}'
-                for size, found in cells.items() for mixer in COMPILED
-            }
-            for future in as_completed(futures):
-                # a worker that died
-                error = future.exception()
-                yield futures[future], reason_of(error) if error else future.result()
-    finally:
-        os.environ.pop('FLA_CACHE_RESULTS')
-        os.environ.update(before)
+    return compile_in_processes(compile_mixer, {
+        f'{mixer} {size}': (mixer, size, list(found), plan, device) for size, found in cells.items() for mixer in COMPILED
+    }, workers)

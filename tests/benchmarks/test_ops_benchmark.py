@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import common
 from benchmarks.ops import measure, registry, report
 from benchmarks.ops.registry import BASELINES, LAYERS, MODES, OPS, make_inputs, make_work
 
@@ -201,7 +202,7 @@ def test_report(tmp_path):
     rows[3] = {**{key: rows[3][key] for key in ('op', 'kind', 'shape', 'mode')}, 'error': 'RuntimeError: no'}
     decode = [fake_row('fused_recurrent_kdn', 'eager', (1, 1, 16, 128), 0.0123)]
     content = {'card': 'Card', 'rows': rows + decode}
-    report.write_json(tmp_path / 'new' / 'ops.json', content)
+    common.write_json(tmp_path / 'new' / 'ops.json', content)
     assert json.loads((tmp_path / 'new' / 'ops.json').read_text()) == content
     report.write_plot(tmp_path / 'ops.png', content)
     assert (tmp_path / 'ops.png').read_bytes().startswith(b'\x89PNG')
@@ -282,7 +283,7 @@ def test_warm(monkeypatch):
 
     monkeypatch.setenv('FLA_CACHE_RESULTS', '1')
     monkeypatch.setattr(measure, 'compile_op', compile_op)
-    monkeypatch.setattr(measure, 'ProcessPoolExecutor', lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(common, 'ProcessPoolExecutor', lambda workers, mp_context: ThreadPoolExecutor(workers))
     results = dict(measure.warm([(name, [SHAPE], ('fwd',)) for name in ('chunk_kdn', 'chunk_gdn2')], 2))
     assert results == {'chunk_kdn': 1.5, 'chunk_gdn2': 'MemoryError: a worker died'}
     assert seen == ['0', '0'] and os.environ['FLA_CACHE_RESULTS'] == '1'

@@ -19,6 +19,7 @@ from fla.layers.gdn2 import GatedDeltaNet2
 from fla.layers.kda import KimiDeltaAttention
 from rich.console import Console
 
+from benchmarks import common
 from benchmarks.throughput import measure, report
 from benchmarks.throughput.measure import (
     Inference,
@@ -288,7 +289,7 @@ def test_warm(monkeypatch):
 
     monkeypatch.setenv('FLA_CACHE_RESULTS', '1')
     monkeypatch.setattr(measure, 'compile_mixer', compile_mixer)
-    monkeypatch.setattr(measure, 'ProcessPoolExecutor', lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(common, 'ProcessPoolExecutor', lambda workers, mp_context: ThreadPoolExecutor(workers))
     results = dict(measure.warm(TINY, 2, CPU))
     assert set(seen) == {(mixer, 'tiny', '0') for mixer in COMPILED} and os.environ['FLA_CACHE_RESULTS'] == '1'
     assert results == {f'{mixer} tiny': 'MemoryError: a worker died' if mixer == 'kda' else 1.5 for mixer in COMPILED}
