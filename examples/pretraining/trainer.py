@@ -106,6 +106,10 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
 
     # ---- steps
 
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> torch.autocast:
+        # accelerate puts a forward pass under autocast, but not that of FSDP2, which it expects to cast the weights
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16, cache_enabled=cache_enabled)
+
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
         if self.last_log is None:
             self.last_log = time.perf_counter(), self.state.global_step
@@ -169,7 +173,8 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         if bounds is not None:
             bounds = bounds.to(self.args.device)
             bounds = torch.cat((bounds[bounds < length], bounds.new_tensor([length])))
-        health = measure_health(self.model, input_ids, bounds)
+        with self.compute_loss_context_manager():
+            health = measure_health(self.model, input_ids, bounds)
         # a forward pass without a backward leaves weights whole
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

@@ -194,6 +194,9 @@ def run_all(folder: Path) -> None:
     run('one')
     run('ddp', 2, dataloader_num_workers=1, parallel='ddp')
     run('fsdp', 2, allow_fsdp, dataloader_num_workers=2)
+    run('bf16', bf16=True, max_steps=2)
+    run('bf16-ddp', 2, bf16=True, max_steps=2, parallel='ddp')
+    run('bf16-fsdp', 2, allow_fsdp, bf16=True, max_steps=2)
     copy('fsdp', 'fsdp-to-one')
     run('fsdp-to-one', dataloader_num_workers=4)
     copy('fsdp', 'fsdp-to-ddp')
@@ -270,6 +273,18 @@ def test_two_processes_are_one(folder, run):
     for got, want in zip(history(folder / run), history(folder / 'one'), strict=True):
         assert got['loss'] == pytest.approx(want['loss'], rel=1e-6)
         assert got['grad_norm'] == pytest.approx(want['grad_norm'], rel=1e-5)
+
+
+@pytest.mark.parametrize('run', ['bf16-ddp', 'bf16-fsdp'])
+def test_bf16(folder, run):
+    """Products are rounded to bf16, by FSDP as on one process, and weights are not."""
+    got, want = history(folder / run, 2), history(folder / 'bf16', 2)
+    assert got[0]['loss'] == pytest.approx(want[0]['loss'], rel=1e-6)
+    assert got[0]['grad_norm'] == pytest.approx(want[0]['grad_norm'], rel=2e-3)
+    assert got[1]['loss'] == pytest.approx(want[1]['loss'], rel=2e-3)
+    of_ddp = history(folder / 'bf16-ddp', 2)[0]
+    assert got[0]['kdn_write_strength'] == pytest.approx(of_ddp['kdn_write_strength'], rel=1e-4)
+    assert got[0]['loss'] != pytest.approx(losses(folder / 'one')[0], rel=2e-6)
 
 
 @pytest.mark.parametrize('run', ['fsdp-to-one', 'fsdp-to-ddp', 'one-to-fsdp'])
