@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 import math
@@ -192,6 +193,32 @@ def test_low_precision(options, low_precision):
         assert_close(output.loss.float(), want.loss, 2e-2, 'loss')
         output.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('options', NAMED_OPTIONS)
+def test_one_copy_under_autocast(options):
+    """What a norm gives to several projections is rounded once, and not by each of them."""
+    model, inputs = make_model(**options), {'attn': set(), 'mlp': set()}
+    # as long as one is held its memory is not used again
+    held = []
+
+    def note(module, args, part):
+        held.append(args[0])
+        inputs[part].add((args[0].data_ptr(), args[0].dtype))
+
+    block = model.model.layers[0]
+    for part, of in inputs.items():
+        for module in getattr(block, part).modules():
+            if isinstance(module, torch.nn.Linear) and module.in_features == model.config.hidden_size:
+                if module not in (block.attn.o_proj, block.mlp.down_proj):
+                    module.register_forward_pre_hook(functools.partial(note, part=part))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        model(make_ids(2, 30))
+    for part, of in inputs.items():
+        assert [dtype for _, dtype in of] == [torch.bfloat16], (part, of)
+    exact = make_model(**options).double()(make_ids(2, 30)).logits
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(make_model(**options).double()(make_ids(2, 30)).logits, exact)
 
 
 @pytest.mark.parametrize('model_class', [KDNModel, KDNForCausalLM])

@@ -43,6 +43,14 @@ def is_plain(linear: nn.Module) -> bool:
         hasattr(linear, '_hf_hook') or linear._forward_hooks or linear._forward_pre_hooks)
 
 
+def cast_once(x: torch.Tensor) -> torch.Tensor:
+    """`x` as autocast has it: each projection would make a copy of its own, and keep it for backward."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
 class KDNMLP(GatedMLP):
 
     def forward(self, x: torch.Tensor, **kwargs: Unpack[dict]) -> torch.Tensor:
@@ -129,9 +137,8 @@ class KDNBlock(GradientCheckpointingLayer):
         **kwargs: Unpack[dict],
     ) -> tuple[torch.Tensor, None, Cache | None, None]:
         residual = hidden_states
-        hidden_states = self.attn_norm(hidden_states)
         hidden_states, uncertainty, past_key_values = self.attn(
-            hidden_states=hidden_states,
+            hidden_states=cast_once(self.attn_norm(hidden_states)),
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
@@ -146,7 +153,7 @@ class KDNBlock(GradientCheckpointingLayer):
             hidden_states = residual + hidden_states
             residual = hidden_states
             hidden_states = self.mlp_norm(hidden_states)
-        hidden_states = residual + self.mlp(hidden_states, **kwargs)
+        hidden_states = residual + self.mlp(cast_once(hidden_states), **kwargs)
 
         # the fourth is for FLA's attention residuals, which KDN does not have
         return hidden_states, None, past_key_values, None
