@@ -331,9 +331,15 @@ def readme_quality(content: dict) -> str | None:
     columns: dict[str, dict[str, str]] = {
         'bits per byte': {mixer: cell(x.get('bits_per_byte'), '{:.3f}'.format) for mixer, x in mixers.items()},
     }
+    # of the accuracies that are shown, how far one learning rate's is from another's
+    moved: list[tuple[float, str]] = []
     for name, task in content['tasks'].items():
         panel, about = next(iter(task['panels'].items()))
         place = list(task['best'][panel])[-1]
+        for mixer, x in mixers.items():
+            by_rate = [found[panel][place] for found in x['accuracy_by_rate'].get(name, {}).values()]
+            if by_rate:
+                moved.append((max(by_rate) - min(by_rate), f'{task["title"]}, {MIXERS[mixer].label}'))
         columns[f'{task["title"]}, {place} {about["xlabel"]}'] = {
             mixer: cell(x.get('accuracy', {}).get(name, {}).get(panel, {}).get(place), '{:.1%}'.format)
             for mixer, x in mixers.items()
@@ -341,11 +347,18 @@ def readme_quality(content: dict) -> str | None:
     lines = [[MIXERS[mixer].label, *(column[mixer] for column in columns.values())] for mixer in mixers]
     if not lines:
         return None
-    return (
-        f'`make compare` trains mixers side by side; on one {content["device"]["name"]}, seeds '
+    text = (
+        f'`python -m benchmarks.compare` trains mixers side by side; on {content["device"]["name"]}s, seeds '
         f'{", ".join(map(str, content["settings"]["seeds"]))}, accuracies where it is hardest:\n\n'
         f'{markdown_table(["mixer", *columns], lines)}'
     )
+    if moved:
+        text += (
+            '\n\nEach mixer has the learning rate with the lowest loss of the first seed, on each task. That alone moves an '
+            f"accuracy by up to {100 * max(moved)[0]:.0f} points ({max(moved)[1]}): at the far end a difference is as much "
+            "the rate's as the mixer's. The page has the accuracies with each rate."
+        )
+    return text
 
 
 def make_block(results: Path) -> str:

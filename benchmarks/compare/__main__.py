@@ -30,8 +30,8 @@ from benchmarks.compare.progress import Progression, clock
 from benchmarks.compare.report import write_report
 from benchmarks.compare.runs import Plan, Run, load_finished, result_file, run_settings
 from benchmarks.compare.settings import PRESETS
-from benchmarks.compare.summary import describe_task, failure_lines, markdown, summarize, tables
-from benchmarks.compare.tasks import Language
+from benchmarks.compare.summary import describe_task, failure_lines, markdown, summarize, summarize_rates, tables
+from benchmarks.compare.tasks import Language, with_each_rate
 from benchmarks.compare.workers import Job, Warm, Workers, do_here, set_up_process
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--tasks', nargs='+', metavar='TASK', help="default: the preset's; language, recall, ...")
     parser.add_argument('--steps', type=positive, help='training steps of all tasks')
     parser.add_argument('--seeds', type=seed_list, default=[0], help='how many, or which (3,7); results are mean and spread')
+    every = 'learn each synthetic task with each of its learning rates and all seeds, not with the one that trains best'
+    parser.add_argument('--every-rate', action='store_true', help=every)
     parser.add_argument('--seq-len', type=positive, help='bytes in a window of text')
     text = "what to learn; default: Python's documentation, on a GPU its library"
     parser.add_argument('--text', metavar='FILE-OR-FOLDER', help=text)
@@ -100,11 +102,12 @@ def make_preset(args: argparse.Namespace) -> Preset:
     def shorten(training):
         return replace(training, steps=args.steps) if args.steps else training
 
+    synthetic = {task: replace(x, training=shorten(x.training)) for task, x in preset.tasks.items() if task in tasks}
     return replace(
         preset,
         mixers=mixers,
         language=shorten(preset.language) if 'language' in tasks else None,
-        tasks={task: replace(x, training=shorten(x.training)) for task, x in preset.tasks.items() if task in tasks},
+        tasks=with_each_rate(synthetic) if args.every_rate else synthetic,
         seq_len=args.seq_len or preset.seq_len,
         workers=args.workers or preset.workers,
     )
@@ -231,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
                 'parameters': parameters[mixer],
                 'intermediate_size': configs[mixer].intermediate_size,
                 **summarize({run: result for task in tasks for run, result in finished[mixer, task].items()}),
-                'losses_by_rate': {task: losses for task in tasks if (losses := plan.losses_by_rate(mixer, task))},
+                **summarize_rates({task: plan.by_rate(mixer, task) for task in tasks}),
             } for mixer in configs if any(finished[mixer, task] for task in tasks)
         },
         'failures': failures,

@@ -104,12 +104,10 @@ class Plan:
         """Results with the learning rate that trains best."""
         return {run: self.results[run] for run in self.with_best_rate(mixer, task) if run in self.results}
 
-    def losses_by_rate(self, mixer: str, task: str) -> dict[str, float]:
-        """Empty where there is one learning rate."""
+    def by_rate(self, mixer: str, task: str) -> dict[str, dict]:
+        """Results of the first seed with each learning rate; empty where there is one."""
         tried = self.trials[mixer, task]
-        return {
-            f'{run.learning_rate:g}': end_loss(self.results[run]) for run in tried if run.learning_rate and run in self.results
-        }
+        return {f'{run.learning_rate:g}': self.results[run] for run in tried if run.learning_rate and run in self.results}
 
 
 def run_settings(

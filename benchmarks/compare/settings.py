@@ -65,12 +65,12 @@ GPU = Preset(
     ),
     text='library',
     seq_len=512,
-    language=Training(steps=400, tokens=16384, learning_rates=RATES),
+    language=Training(steps=400, tokens=16384, learning_rates=(3e-3, 1e-2)),
     tasks={
         'recall': Recall(
             Training(steps=800, tokens=16384, learning_rates=RATES),
             symbols=128, train_pairs=(2, 4, 8, 16, 32, 64), eval_pairs=(8, 16, 32, 64, 96, 128), eval_sequences=128,
-            fillers=64, train_stretch=(1, 2), eval_lengths=(128, 256, 1024, 2048, 4096, 8192, 16384), length_pairs=32,
+            fillers=64, train_stretch=(1, 2), eval_lengths=(128, 256, 1024, 4096, 16384, 65536), length_pairs=32,
         ),
         'overwriting': Overwriting(
             Training(steps=700, tokens=16384, learning_rates=RATES),
@@ -85,7 +85,7 @@ GPU = Preset(
         'needles': Needles(
             Training(steps=500, tokens=16384, learning_rates=RATES),
             TokenNeedles(needles=8, questions=8, keys=64, values=64, distractors=64),
-            train_lengths=(64, 128, 256), eval_lengths=(128, 256, 1024, 2048, 4096, 8192, 16384), eval_sequences=128,
+            train_lengths=(64, 128, 256), eval_lengths=(128, 256, 1024, 4096, 16384, 65536), eval_sequences=128,
         ),
     },
     device='cuda',
@@ -127,7 +127,7 @@ PRESETS = {
         tasks={
             'recall': replace(
                 GPU.tasks['recall'], training=Training(steps=700, tokens=16384, learning_rates=(2e-3,)),
-                eval_lengths=(128, 256, 1024, 4096),
+                eval_lengths=(128, 256, 1024, 4096, 16384),
             ),
             'noisy': replace(GPU.tasks['noisy'], training=Training(steps=400, tokens=16384, learning_rates=(2e-3,))),
         },

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from benchmarks.compare.mixers import MIXERS
+from benchmarks.compare.runs import end_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +54,18 @@ def summarize(results: dict[Run, dict]) -> dict:
         } for task, found in accuracies.items()
     }
     return summary
+
+
+def summarize_rates(results: dict[str, dict[str, dict]]) -> dict:
+    """One mixer's loss at the end of training, and its accuracies, by task and learning rate, where there are several."""
+    tried = {task: found for task, found in results.items() if found}
+    return {
+        'losses_by_rate': {task: {rate: end_loss(x) for rate, x in found.items()} for task, found in tried.items()},
+        'accuracy_by_rate': {
+            task: {rate: x['accuracy'] for rate, x in found.items()}
+            for task, found in tried.items() if all('accuracy' in x for x in found.values())
+        },
+    }
 
 
 def describe_task(task: Synthetic) -> dict:
@@ -108,6 +121,9 @@ def blocks_of(content: dict) -> Iterator[Block]:
             # the hardest of what training has
             seen = [x for x in columns if int(x.title) <= about['trained'][1]]
             yield Block(title, columns, references, name, seen[-1] if seen else columns[0])
+        if columns := known(accuracy_by_rate_columns(content, name), content):
+            title = f'{task["title"].capitalize()}, each learning rate: accuracy at the ends, seed'
+            yield Block(f'{title} {content["settings"]["seeds"][0]}', columns, {}, name)
 
 
 def overview_columns() -> list[Column]:
@@ -133,6 +149,20 @@ def rate_columns(content: dict) -> list[Column]:
 
     titles = {task: content['tasks'][task]['title'] if task in content['tasks'] else 'text' for task in tasks}
     return [Column(titles[task], best(task), '{:g}'.format) for task in tasks]
+
+
+def accuracy_by_rate_columns(content: dict, task: str) -> list[Column]:
+    """What the first seed reaches at the last place of each panel, by learning rate: often what decides."""
+    about, found = content['tasks'][task], [x['accuracy_by_rate'].get(task, {}) for x in content['mixers'].values()]
+
+    def value(panel: str, place: str, rate: str) -> Callable:
+        return lambda x: x['accuracy_by_rate'].get(task, {}).get(rate, {}).get(panel, {}).get(place)
+
+    return [
+        Column(f'{about["panels"][panel]["title"]}, {places[-1]}, {rate}', value(panel, places[-1], rate), percent, max)
+        for panel, places in ((panel, list(best)) for panel, best in about['best'].items())
+        for rate in sorted({rate for x in found for rate in x}, key=float)
+    ]
 
 
 def accuracy(summary: dict, task: str, panel: str, place: str) -> dict | None:

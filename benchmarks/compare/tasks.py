@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EVAL_SEED = 2**31
 # of long sequences fewer are evaluated
-LONG_EVAL_TOKENS = 2**18
+LONG_EVAL_TOKENS = 2**19
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Training:
     tokens: int
     # each is tried with the first seed where there are several
     learning_rates: tuple[float, ...]
+    # whether the title of the task says the learning rate
+    in_title: bool = False
 
 
 class Panel(NamedTuple):
@@ -84,9 +86,13 @@ class Language:
 @dataclass(frozen=True)
 class Synthetic:
     """A task whose answers are single tokens, judged by the share of them that are right."""
-    title: ClassVar[str]
+    name: ClassVar[str]
 
     training: Training
+
+    @property
+    def title(self) -> str:
+        return self.name + (f', learning rate {self.training.learning_rates[0]:g}' if self.training.in_title else '')
 
     def settings(self) -> dict:
         settings = asdict(self)
@@ -138,6 +144,14 @@ class Synthetic:
         return torch.full_like(targets, place)
 
 
+def with_each_rate(tasks: dict[str, Synthetic]) -> dict[str, Synthetic]:
+    """A task for each learning rate of each task."""
+    return {
+        f'{name}-{rate:g}': replace(task, training=replace(task.training, learning_rates=(rate,), in_title=True))
+        for name, task in tasks.items() for rate in task.training.learning_rates
+    }
+
+
 def permutations(rows: int, size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(rows, size, generator=generator).argsort(1)
 
@@ -154,7 +168,7 @@ class Recall(Synthetic):
     Tokens are the keys, below `symbols`, as many values, then the `fillers`. A sequence of training is as long as its pairs
     need, 4 tokens each, times one of `train_stretch`.
     """
-    title = 'recall'
+    name = 'recall'
 
     symbols: int
     # numbers of pairs in a sequence
@@ -244,7 +258,7 @@ class Recall(Synthetic):
 @dataclass(frozen=True)
 class Needles(Synthetic):
     """Needles among distractors (see `evals.synthetic`), in sequences that grow beyond those of training."""
-    title = 'needles'
+    name = 'needles'
 
     needles: TokenNeedles
     train_lengths: tuple[int, ...]
@@ -392,8 +406,8 @@ class NoisyAssociations(Associations):
 
     All writes are alike, the last as well: what is wrong shows in nothing but in how often each value was written.
     """
-    title = 'noisy associations'
-    by_writes = ('last_right', 'last_wrong')
+    name = 'noisy associations'
+    by_writes = ('last_wrong', 'last_right')
 
     reliability: float
 
@@ -401,8 +415,8 @@ class NoisyAssociations(Associations):
     def panels(self) -> dict[str, Panel]:
         seen = (min(self.train_writes), max(self.train_writes))
         return {
-            'last_right': Panel('last write right', 'writes of the key', seen),
             'last_wrong': Panel('last write wrong', 'writes of the key', seen),
+            'last_right': Panel('last write right', 'writes of the key', seen),
         }
 
     def describe(self) -> str:
@@ -427,8 +441,8 @@ class NoisyAssociations(Associations):
 
     def places(self, batch):
         return {
-            'last_right': batch.counts.masked_fill(batch.last_wrong, -1),
             'last_wrong': batch.counts.masked_fill(~batch.last_wrong, -1),
+            'last_right': batch.counts.masked_fill(batch.last_wrong, -1),
         }
 
 
@@ -442,7 +456,7 @@ class Overwriting(Associations):
 
     `train_writes` and `more_writes` are repeated until there are as many as keys in the sequence.
     """
-    title = 'overwriting'
+    name = 'overwriting'
     by_writes = ('changes',)
 
     # numbers of keys in a sequence

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING
 
 import matplotlib
 import torch
+import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import find_commit, module_versions, result_path, write_json
-from benchmarks.compare.data import read_documents, read_library
+from benchmarks.compare.data import read_documents
 from examples.pretraining.shapes import GIB, costs, make_config, meta_model
 
 matplotlib.use('Agg')
@@ -38,7 +39,7 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).parents[2] / 'examples' / 'pretrain.py'
 # steps that compile and tune the kernels
@@ -64,19 +65,26 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     run.add_argument('--model', default='kdn-0.1b-diagonal')
     run.add_argument('--train-tokens', type=float, default=1e8)
     run.add_argument('--learning-rate', type=float, default=1e-3)
-    for job, batch_tokens in ((scaling, 65536), (run, 131072)):
+    # small models have small kernels, which need many tokens
+    for job, batch_tokens, rows in ((scaling, 65536, 4), (run, 131072, 16)):
         job.add_argument('--seq-len', type=int, default=4096)
         job.add_argument('--batch-tokens', type=int, default=batch_tokens, help='of a step; default: %(default)s')
-        job.add_argument('--rows', type=int, default=4, help='of a micro-batch; default: %(default)s')
+        job.add_argument('--rows', type=int, default=rows, help='of a micro-batch; default: %(default)s')
         job.add_argument('--text', metavar='FILE-OR-FOLDER',
-                         help="what to learn, byte by byte; default: the sources of Python's library")
+                         help='what to learn, byte by byte; default: the sources of PyTorch and transformers')
         job.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder; default: %(default)s')
     return parser, {'scaling': scaling, 'run': run}
 
 
+def read_packages() -> dict[str, str]:
+    """The sources of PyTorch and transformers."""
+    paths = [path for package in (torch, transformers) for path in Path(package.__file__).parent.rglob('*.py')]
+    return {str(path): path.read_text(encoding='utf-8', errors='replace') for path in paths if path.is_file()}
+
+
 def write_text(text: str | None, folder: Path) -> int:
     """The documents as JSON lines, a file for each stream of `pretrain.py`; returns their bytes."""
-    documents = [document for _, document in sorted((read_documents(text) if text else read_library()).items())]
+    documents = [document for _, document in sorted((read_documents(text) if text else read_packages()).items())]
     folder.mkdir()
     for i in range(min(STREAMS, len(documents))):
         lines = [json.dumps({'text': document}) + '\n' for document in documents[i::STREAMS]]
@@ -134,11 +142,10 @@ def summarize(steps: list[dict[str, float]]) -> dict:
     }
 
 
-def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> list[dict]:
+def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> Iterator[dict]:
     """A row for each model and number of GPUs. Runs on fewer GPUs than there are run beside each other, the first model first:
     its kernels are tuned then for those after it."""
     available = torch.cuda.device_count()
-    rows = []
 
     def measure(model: str, devices: list[int]) -> dict:
         count = max(1, len(devices))
@@ -160,7 +167,7 @@ def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str
         if available == 0 and count == 1:
             groups.put([])
         if groups.empty():
-            rows += [{'model': model, 'gpus': count, 'error': f'the machine has {available} GPUs'} for model in args.models]
+            yield from ({'model': model, 'gpus': count, 'error': f'the machine has {available} GPUs'} for model in args.models)
             continue
 
         def take_turn(model: str, groups: SimpleQueue = groups) -> dict:
@@ -171,14 +178,16 @@ def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str
                 groups.put(devices)
 
         with ThreadPoolExecutor(groups.qsize()) as pool:
-            rows += pool.map(take_turn, args.models)
-    return rows
+            yield from pool.map(take_turn, args.models)
 
 
 def train_and_write(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> dict:
     """A whole run, and what its last checkpoint writes."""
     devices = [0] if torch.cuda.is_available() else []
     options = [f'--train_tokens={args.train_tokens}', f'--learning_rate={args.learning_rate}', '--save_total_limit=1']
+    if devices:
+        # a small model on a GPU reads faster than one process tokenizes
+        options.append('--dataloader_num_workers=4')
     start = time.perf_counter()
     steps = pretrain(args.model, args, data, folder / 'run', devices, options, say)
     result = {**summarize(steps), 'tokens': [step['tokens'] for step in steps], 'seconds': time.perf_counter() - start}
@@ -220,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
 
     def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(f'{time.perf_counter() - start:4.0f} s: {line}', markup=False, highlight=False, soft_wrap=True)
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
     path = result_path(args.out, f'pretraining-{args.job}', card)
@@ -235,7 +244,12 @@ def main(argv: list[str] | None = None) -> int:
         }
         say(f'{card}; {content["text_bytes"]:,} bytes of text')
         if args.job == 'scaling':
-            content['rows'] = scale(args, data, Path(folder), say)
+            content['rows'] = []
+            for row in scale(args, data, Path(folder), say):
+                content['rows'].append(row)
+                content['seconds'] = time.perf_counter() - start
+                # after each, so that an interrupted benchmark leaves what it has
+                write_json(path, content)
             trained = any('losses' in row for row in content['rows'])
         else:
             content['run'] = train_and_write(args, data, Path(folder), say)
@@ -245,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.job == 'run':
         write_curve(path.with_suffix('.png'), content)
         say(content['run']['sample'])
-    say(f'{path}; {content["seconds"]:.0f} s')
+    say(str(path))
     return int(not trained)
 
 

@@ -351,7 +351,7 @@ def choose(compare, monkeypatch):
             if (run.learning_rate, run.seed) in fails:
                 raise FloatingPointError('the loss is nan')
             result = train(run, *args)
-            result['curve'] = {'step': list(range(20)), 'loss': [9.] * 18 + [1e-3 / run.learning_rate] * 2}
+            result['curve'] = {'step': list(range(20)), 'loss': [9.] * 18 + [1e-3 / (run.learning_rate or 1)] * 2}
             return result
 
         monkeypatch.setattr(workers, 'train', with_known_losses)
@@ -364,6 +364,22 @@ def stored_runs(tmp_path) -> set[str]:
     return {path.stem for path in (tmp_path / 'out' / 'runs').iterdir()}
 
 
+def read_run(tmp_path, name: str) -> dict:
+    return json.loads((tmp_path / 'out' / 'runs' / f'{name}.json').read_text())['result']
+
+
+def test_every_learning_rate_with_all_seeds(choose, tmp_path):
+    assert choose('--every-rate') == 0
+    assert stored_runs(tmp_path) == {f'kda-recall-{rate}-seed{seed}' for rate in ('0.001', '0.002') for seed in (0, 1, 2)}
+    content = read_results(tmp_path)
+    kda = content['mixers']['kda']
+    assert not kda['losses_by_rate'] and not content['not_run']
+    for rate in ('0.001', '0.002'):
+        assert len(kda['accuracy'][f'recall-{rate}']['pairs']['2']['values']) == 3
+        assert f'### Recall, learning rate {rate}, more pairs' in (tmp_path / 'out' / 'results.md').read_text()
+        assert (tmp_path / 'out' / 'plots' / f'recall-{rate}.png').exists()
+
+
 def test_all_seeds_have_the_learning_rate_that_trains_best(choose, tmp_path):
     assert choose() == 0
     runs = {'kda-recall-seed0-lr0.001', *(f'kda-recall-seed{seed}-lr0.002' for seed in (0, 1, 2))}
@@ -371,9 +387,15 @@ def test_all_seeds_have_the_learning_rate_that_trains_best(choose, tmp_path):
     content = read_results(tmp_path)
     kda = content['mixers']['kda']
     assert kda['losses_by_rate'] == {'recall': {'0.001': 1., '0.002': 0.5}} and not content['not_run']
+    assert kda['accuracy_by_rate']['recall'] == {
+        rate: read_run(tmp_path, f'kda-recall-seed0-lr{rate}')['accuracy'] for rate in ('0.001', '0.002')
+    }
     assert [curve['seed'] for curve in kda['curves']['recall']] == [0, 1, 2]
     assert all(curve['loss'][-1] == 0.5 for curve in kda['curves']['recall'])
     text = (tmp_path / 'out' / 'results.md').read_text()
+    last = max(kda['accuracy']['recall']['pairs'], key=int)
+    ends = [f'{kda["accuracy_by_rate"]["recall"][rate]["pairs"][last]:.1%}' for rate in ('0.001', '0.002')]
+    assert '### Recall, each learning rate: accuracy at the ends, seed 0' in text and f'| KDA | {" | ".join(ends)} |' in text
     assert '### Learning rates that train best' in text and '| KDA | 0.002 |' in text and 'learning rates 0.001, 0.002' in text
     assert 'Learning rates that train best' in (tmp_path / 'out' / 'report.html').read_text()
     # what is missing is made up for, and nothing else

@@ -84,6 +84,25 @@ def test_a_model_that_fails_and_gpus_that_are_not_there(fake):
     assert pretraining.main(['scaling', f'--out={fake}', '--models', 'kda-tiny', '--gpus', '1']) == 1
 
 
+def test_an_interrupted_benchmark_leaves_what_it_has(fake, monkeypatch):
+    def interrupt(*args, pretrain=pretraining.pretrain):
+        if args[0] == 'kda-tiny':
+            raise KeyboardInterrupt
+        return pretrain(*args)
+
+    monkeypatch.setattr(pretraining, 'pretrain', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        scale(fake, '--models', 'kdn-tiny-diagonal', 'kda-tiny', '--gpus', '1')
+    path, = fake.glob('pretraining-scaling_*.json')
+    assert [row['model'] for row in json.loads(path.read_text())['rows']] == ['kdn-tiny-diagonal']
+
+
+def test_default_text():
+    documents = pretraining.read_packages()
+    assert sum(map(len, documents.values())) > 5e7
+    assert any(name.endswith('transformers/trainer.py') and 'class Trainer' in text for name, text in documents.items())
+
+
 @pytest.mark.skipif(os.name == 'nt', reason='needs fork')
 def test_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pretraining, 'SAMPLE_TOKENS', 60)

@@ -207,11 +207,11 @@ def test_one_copy_under_autocast(options):
         inputs[part].add((args[0].data_ptr(), args[0].dtype))
 
     block = model.model.layers[0]
-    for part, of in inputs.items():
+    for part in inputs:
         for module in getattr(block, part).modules():
-            if isinstance(module, torch.nn.Linear) and module.in_features == model.config.hidden_size:
-                if module not in (block.attn.o_proj, block.mlp.down_proj):
-                    module.register_forward_pre_hook(functools.partial(note, part=part))
+            reads_it = isinstance(module, torch.nn.Linear) and module not in (block.attn.o_proj, block.mlp.down_proj)
+            if reads_it and module.in_features == model.config.hidden_size:
+                module.register_forward_pre_hook(functools.partial(note, part=part))
     with torch.autocast('cpu', dtype=torch.bfloat16):
         model(make_ids(2, 30))
     for part, of in inputs.items():
