@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.common import result_path
 from benchmarks.compare.mixers import MIXERS
 from benchmarks.ops.__main__ import make_parser as ops_parser
 from benchmarks.ops.report import number
@@ -120,8 +121,10 @@ def ops_table(rows: list[dict], kind: str, mode: str, ops: Iterable[str]) -> str
 def ops_section(content: dict, plot: Path) -> str:
     rows = content['rows']
     *_, H, D = rows[0]['shape']
+    # what of the ops it is of, if not of all, follows the card
+    part = plot.stem.removeprefix(result_path(Path(), 'ops', content['card']).stem).replace('_', ', ')
     parts = [
-        f'## Ops, {content["card"]}',
+        f'## Ops, {content["card"]}{part}',
         described(content, command_of(ops_parser(), content['settings'])),
         f'Milliseconds, medians; {H} heads of {D}, bf16. A copy in memory ran at '
         f'{content["measured_ceilings"]["bandwidth"]:.2f} TB/s, a product of matrices at '

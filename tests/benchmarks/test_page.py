@@ -130,7 +130,7 @@ def test_check(root, capsys):
 def test_page(root):
     _, text, _ = run(root)
     # numbers, command, versions, plots
-    stored = json.loads(next((root / page.RESULTS).glob('ops_*.json')).read_text())
+    stored = json.loads((root / page.RESULTS / 'ops_NVIDIA-H200.json').read_text())
     kda = {(*row['shape'][:2], row['mode']): row['ms'] for row in stored['rows'] if row['op'] == 'chunk_kda' and 'ms' in row}
     assert f' {kda[8, 4096, "fwdbwd"]:.2f} |' in text and '`python -m benchmarks.ops --' in text
     assert 'Gated DeltaNet): RuntimeError: ' in text and '![Chunked ops](ops_' in text
@@ -148,6 +148,7 @@ def test_page(root):
         'Tried to allocate 6.00 GiB.\n' in text
     )
     assert '- Training, whole model, 1.3B, 16 × 2,048 (KDA; softmax attention): the deadline of 240 s had passed\n' in text
+    assert '## Ops, NVIDIA H200\n' in text and '## Ops, NVIDIA H200, decoding\n' in text
     # ready tables, with links that lead into their folder
     assert text.endswith(
         '## Compare, Some Card\n\n### Overview\n\n![Losses](compare_Some-Card/losses.png) [more](https://example.org/losses.png)\n'
@@ -167,7 +168,7 @@ def test_readme(root):
     before, _, after = readme.partition('<!-- results -->')
     block, _, after = after.partition('<!-- /results -->')
     assert before == 'Before.\n\n' and after == '\n\nAfter.\n' and 'old' not in block
-    stored = json.loads(next((root / page.RESULTS).glob('ops_*.json')).read_text())
+    stored = json.loads((root / page.RESULTS / 'ops_NVIDIA-H200.json').read_text())
     ops = {row['op']: f'{row["ms"]:.2f}' for row in stored['rows']
            if 'ms' in row and row['mode'] == 'fwdbwd' and row['shape'][0] == 1 and row['kind'] == 'chunk'}
     names = ('chunk_kdn', 'chunk_kdn_isotropic', 'chunk_kda', 'chunk_kda_bounded', 'chunk_gdn2', 'chunk_precond_kda')
