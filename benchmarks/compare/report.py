@@ -118,7 +118,7 @@ def plot_losses(content: dict) -> Figure:
 
 
 def plot_task(content: dict, task: str) -> Figure:
-    """Accuracy in each panel of a task: a line for each mixer, and a band of one standard deviation over the seeds."""
+    """Accuracy in each panel of a task: a line for the mean of each mixer, and a band over all of its seeds."""
     about = content['tasks'][task]
     panels = about['panels']
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 4), layout='constrained', sharey=True, squeeze=False)
@@ -129,11 +129,10 @@ def plot_task(content: dict, task: str) -> Figure:
             if not places:
                 continue
             at, means = [int(place) for place in places], [100 * value['mean'] for value in places.values()]
-            spreads = [100 * (value['spread'] or 0) for value in places.values()]
             look, label = MIXERS[mixer], label_of(mixer, places.values(), content)
             ax.plot(at, means, color=look.color, marker=look.marker, ms=5, lw=1.6, label=label)
-            low, high = ([y + sign * z for y, z in zip(means, spreads, strict=True)] for sign in (-1, 1))
-            ax.fill_between(at, low, high, color=look.color, alpha=0.15, lw=0)
+            low, high = ([100 * end(value['values']) for value in places.values()] for end in (min, max))
+            ax.fill_between(at, low, high, color=look.color, alpha=0.1, lw=0)
         if min(best.values()) < 100:
             ax.plot(*zip(*best.items(), strict=True), color=plt.rcParams['text.color'], ls='--', lw=1.2, label='best possible')
         start, end = (min(max(x, min(best)), max(best)) for x in labels['trained'])
