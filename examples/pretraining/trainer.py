@@ -9,16 +9,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import resource
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,6 +40,7 @@ from pretraining.shapes import GIB, costs, meta_model, peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from torch import nn
     from transformers import PreTrainedModel
@@ -79,14 +83,24 @@ def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
     set_model_state_dict(model, state['model'])
 
 
+@dataclass
+class Save:
+    """A checkpoint that is being written: where it will be, and is; when its weights are written, or why they cannot be."""
+
+    folder: Path
+    partial: Path
+    future: Future | None = None
+    error: str | None = None
+
+
 class PretrainingTrainer(DecayByNameMixin, Trainer):
     """
     A `Trainer` on :class:`Batches`.
 
     Checkpoints are those of `torch.distributed.checkpoint` under FSDP, DDP and on one device, so each can go on from the
-    others' and on any number of processes. One is written under another name and renamed when it is whole; if that fails,
-    for instance on a full disk, training goes on and the next save is the next attempt. Before an update with a gradient
-    that is not finite the run stops, and keeps the batch.
+    others' and on any number of processes. One is written from a copy in the memory of the host, while training goes on, under
+    another name, and renamed when it is whole; if that fails, for instance on a full disk, the next save is the next attempt.
+    Before an update with a gradient that is not finite the run stops, and keeps the batch.
     """
 
     def __init__(self, *args, batches: Batches, settings: dict, **kwargs):
@@ -100,6 +114,8 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         self.micro_batches = []
         # time and step of the last log
         self.last_log = None
+        # the one that is being written
+        self.pending: Save | None = None
 
     def get_train_dataloader(self) -> Batches:
         return self.batches
@@ -127,6 +143,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         return grad_norm
 
     def _stop(self, grad_norm: float) -> None:
+        self._finish_save()
         step = self.state.global_step + 1
         folder = Path(self.args.output_dir, f'nonfinite-{step}')
         losses = [batch['loss'].item() for batch in self.micro_batches]
@@ -148,6 +165,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
     # ---- log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self._finish_save(wait=False)
         step, now = self.state.global_step, time.perf_counter()
         # share of the run; the stream of rows has no end
         self.state.epoch = step / self.state.max_steps
@@ -195,63 +213,75 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: None = None) -> None:
         start = time.perf_counter()
+        self._finish_save()
         self.store_flos()
         positions = {}
         for part in gather_object([self.batches.positions]):
             positions |= part
-        folder = Path(self.args.output_dir, f'checkpoint-{self.state.global_step}')
-        partial = folder.with_name(f'partial-{folder.name}')
-        while error := self._write(partial, folder, positions):
-            is_end = self.state.global_step >= self.state.max_steps
-            if self.args.process_index == 0:
-                then = f'The next attempt is in {RETRY_SECONDS} seconds.' if is_end else 'Training goes on, to the next save.'
-                print(
-                    f'{folder.name} could not be saved: {error}\n'
-                    f'Make room in {self.args.output_dir}; the checkpoints before it are as they were. {then}',
-                    file=sys.stderr,
-                )
-            if not is_end:
-                break
-            time.sleep(RETRY_SECONDS)
+        self._begin_save(positions)
+        if self.state.global_step >= self.state.max_steps:
+            while self._finish_save():
+                time.sleep(RETRY_SECONDS)
+                self._begin_save(positions)
         if self.last_log is not None:
             self.last_log = self.last_log[0] + time.perf_counter() - start, self.last_log[1]
 
-    def _write(self, partial: Path, folder: Path, positions: dict[int, dict]) -> str | None:
-        """Write a checkpoint; the error, if there was one."""
-        state = {
-            'model': get_model_state_dict(self.model),
-            'optimizer': get_optimizer_state_dict(self.model, self._bare_optimizer()),
-        }
+    def _begin_save(self, positions: dict[int, dict]) -> None:
+        """Copy what there is to save, and write it while training goes on."""
+        folder = Path(self.args.output_dir, f'checkpoint-{self.state.global_step}')
+        save = self.pending = Save(folder, folder.with_name(f'partial-{folder.name}'))
 
-        def begin() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+        def write_small_parts() -> None:
+            shutil.rmtree(save.partial, ignore_errors=True)
+            save.partial.mkdir(parents=True)
+            torch.save(self.lr_scheduler.state_dict(), save.partial / SCHEDULER)
+            (save.partial / DATA).write_text(json.dumps({'settings': self.settings, 'lanes': positions}))
+            self.model.config.save_pretrained(save.partial)
+            self.processing_class.save_pretrained(save.partial)
+            self.state.save_to_json(save.partial / STATE)
 
-        def write_weights() -> None:
-            dcp.save(state, checkpoint_id=partial / WEIGHTS)
+        def begin_weights() -> None:
+            state = {
+                'model': get_model_state_dict(self.model),
+                'optimizer': get_optimizer_state_dict(self.model, self._bare_optimizer()),
+            }
+            save.future = dcp.async_save(state, checkpoint_id=save.partial / WEIGHTS, process_group=self._saving_group)
 
-        def finish() -> None:
-            torch.save(self.lr_scheduler.state_dict(), partial / SCHEDULER)
-            (partial / DATA).write_text(json.dumps({'settings': self.settings, 'lanes': positions}))
-            self.model.config.save_pretrained(partial)
-            self.processing_class.save_pretrained(partial)
-            self.state.save_to_json(partial / STATE)
-            if folder.exists():
-                shutil.rmtree(folder)
-            partial.rename(folder)
+        save.error = self._attempt(write_small_parts, on_main_process=True) or self._attempt(begin_weights)
+
+    def _finish_save(self, wait: bool = True) -> str | None:
+        """Make a checkpoint of what is written, when it is or, without `wait`, if it is; the error, if there was one."""
+        save = self.pending
+        if save is None or not (wait or all(gather_object([save.error is not None or save.future.done()]))):
+            return None
+        self.pending = None
+
+        def make_checkpoint() -> None:
+            if save.folder.exists():
+                shutil.rmtree(save.folder)
+            save.partial.rename(save.folder)
             if self.args.save_total_limit:
-                for path in checkpoints(folder.parent)[:-self.args.save_total_limit]:
+                for path in checkpoints(save.folder.parent)[:-self.args.save_total_limit]:
                     # what is deleted in part must not look whole
                     shutil.rmtree(path.rename(path.with_name(f'partial-{path.name}')), ignore_errors=True)
 
-        error = (
-            self._attempt(begin, on_main_process=True)
-            or self._attempt(write_weights)
-            or self._attempt(finish, on_main_process=True)
-        )
+        error = save.error
+        error = error or self._attempt(save.future.result) or self._attempt(make_checkpoint, on_main_process=True)
         if error and self.args.process_index == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            is_end = save.folder.name == f'checkpoint-{self.state.max_steps}'
+            then = f'The next attempt is in {RETRY_SECONDS} seconds.' if is_end else 'Training goes on, to the next save.'
+            print(
+                f'{save.folder.name} could not be saved: {error}\n'
+                f'Make room in {self.args.output_dir}; the checkpoints before it are as they were. {then}',
+                file=sys.stderr,
+            )
+            shutil.rmtree(save.partial, ignore_errors=True)
         return error
+
+    @functools.cached_property
+    def _saving_group(self) -> dist.ProcessGroup | None:
+        """A group of processes that no other thread uses, nor the GPUs."""
+        return dist.new_group(backend='gloo') if dist.is_initialized() else None
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, 'optimizer', self.optimizer)

@@ -93,16 +93,44 @@ def allow_fsdp() -> None:
 
 
 def kill_while_saving() -> None:
+    """When the weights of the second checkpoint are written, and what says where they are is not."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    finish = FileSystemWriter.finish
+
+    def finish_or_die(self, **kwargs):
+        if 'checkpoint-4' in str(self.path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(self, **kwargs)
+
+    FileSystemWriter.finish = finish_or_die
+
+
+def save_slowly() -> None:
+    """A save, but for that at the end, waits until the step after the next begins."""
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Event
+
     from pretraining import trainer
 
-    save = trainer.dcp.save
+    pool, begun, steps = ThreadPoolExecutor(1), Event(), []
+    async_save, training_step = trainer.dcp.async_save, trainer.PretrainingTrainer.training_step
 
-    def save_and_die(state, checkpoint_id):
-        save(state, checkpoint_id=checkpoint_id)
-        if 'checkpoint-4' in str(checkpoint_id):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def slow_save(state, **kwargs):
+        future = async_save(state, **kwargs)
+        if steps[-1] == STEPS - 1:
+            return future
+        begun.clear()
+        steps.clear()
+        return pool.submit(lambda: (begun.wait(30) or os.abort(), future.result()))
 
-    trainer.dcp.save = save_and_die
+    def step(self, *args):
+        steps.append(self.state.global_step)
+        if steps[-1] == steps[0] + 1:
+            begun.set()
+        return training_step(self, *args)
+
+    trainer.dcp.async_save, trainer.PretrainingTrainer.training_step = slow_save, step
 
 
 def lose_a_number() -> None:
@@ -121,20 +149,17 @@ def fill_the_disk() -> None:
     """No file larger than 100 kB in the first save, nor in the first attempt at the last one."""
     from pretraining import trainer
 
-    write, attempts = trainer.PretrainingTrainer._write, []
+    begin, attempts = trainer.PretrainingTrainer._begin_save, []
     trainer.RETRY_SECONDS = 0
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def write_within_limit(self, partial, folder, positions):
-        attempts.append(folder.name)
-        is_full = folder.name == 'checkpoint-2' or attempts.count(f'checkpoint-{STEPS}') == 1
-        limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    def begin_within_limit(self, positions):
+        attempts.append(self.state.global_step)
+        is_full = attempts[-1] == 2 or attempts.count(STEPS) == 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if is_full else limit, hard))
-        try:
-            return write(self, partial, folder, positions)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        begin(self, positions)
 
-    trainer.PretrainingTrainer._write = write_within_limit
+    trainer.PretrainingTrainer._begin_save = begin_within_limit
 
 
 def start(argv: list[str], log: str, prepare: Callable[[], None] | None) -> int:
@@ -210,6 +235,9 @@ def run_all(folder: Path) -> None:
     run('killed')
     run('nan', 2, lose_a_number, parallel='ddp')
     run('full', prepare=fill_the_disk)
+    run('slow', prepare=save_slowly)
+    copy('slow', 'slow-to-one')
+    run('slow-to-one')
     run('kda', model='kda-tiny', max_steps=2)
     run('isotropic', model='kdn-tiny-isotropic', max_steps=2, packing='concatenated')
     run('llama', model=folder / 'llama', max_steps=2, packing='concatenated')
@@ -302,6 +330,12 @@ def test_a_killed_run_goes_on(folder):
     assert f'{folder / "killed" / "checkpoint-4"} is not whole and is passed over' in log
     assert losses(folder / 'killed') == losses(folder / 'one')
     assert not list((folder / 'killed').glob('partial-*'))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(folder):
+    """It would have been aborted else. And what is written is what there was before: a run from it has equal losses."""
+    assert losses(folder / 'slow') == losses(folder / 'slow-to-one') == losses(folder / 'one')
+    assert f'going on from {folder / "slow-to-one" / "checkpoint-2"}' in (folder / 'slow-to-one.log').read_text()
 
 
 def test_a_nan_stops_the_run(folder):
