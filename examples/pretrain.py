@@ -23,7 +23,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +30,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from fla.models.modeling_utils import FLAPreTrainedModel
 from pretraining.data import Batches, Lane, load_documents, load_tokenizer
 from pretraining.shapes import GIB, PRESETS, costs, count, make_config, meta_model, token_budget
-from pretraining.trainer import DATA, STATE, PretrainingTrainer, checkpoints, export
+from pretraining.trainer import DATA, STATE, PretrainingTrainer, checkpoints, export, tidy
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerState, TrainingArguments, set_seed
 
@@ -216,6 +216,8 @@ def digest(content: object) -> str:
 
 def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
     """The trainer of a run, which knows where the run goes on; `None` if there is nothing to train."""
+    if not args.model:
+        raise ValueError(f'--model is missing; presets: {", ".join(PRESETS)}.')
     config = make_config(args.model, args.config_overrides)
     args.set_steps()
     if args.dry_run:
@@ -236,12 +238,17 @@ def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
         'data_seed': seed,
         **{name: getattr(args, name) for name in ('seq_len', 'packing', 'shuffle_block', 'lanes', 'batch_tokens')},
     }
-    checkpoint = find_checkpoint(args, settings)
     is_main = args.process_index == 0
     if is_main:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        for path in Path(args.output_dir).glob('partial-*'):
-            shutil.rmtree(path, ignore_errors=True)
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            tidy(Path(args.output_dir))
+        except OSError as error:
+            raise ValueError(f'--output_dir: {args.output_dir} cannot be written to: {error}') from None
+    # the others see the folder as the first has left it
+    PartialState().wait_for_everyone()
+    checkpoint = find_checkpoint(args, settings)
+    if is_main:
         for path in set(Path(args.output_dir).glob('checkpoint-*')) - set(checkpoints(args.output_dir)):
             print(f'{path} is not whole and is passed over')
     if checkpoint is not None:
@@ -283,6 +290,10 @@ def main(argv: list[str] | None = None) -> int:
             trainer = None
             gc.collect()
             dist.destroy_process_group()
+    except KeyboardInterrupt:
+        if is_main:
+            print('pretrain.py: interrupted; the same command goes on from the last checkpoint', file=sys.stderr)
+        return 130
     except FloatingPointError as error:
         if is_main:
             print(f'pretrain.py: error: {error}', file=sys.stderr)

@@ -148,7 +148,7 @@ def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str
     available = torch.cuda.device_count()
 
     def measure(model: str, devices: list[int]) -> dict:
-        count = max(1, len(devices))
+        count = len(devices)
         estimate = costs(meta_model(make_config(model)), args.seq_len).memory(
             args.rows * args.seq_len, count, 'fsdp', False, args.batch_tokens > count * args.rows * args.seq_len) / GIB
         row = {'model': model, 'gpus': count, 'estimated_gib': estimate}
@@ -164,8 +164,6 @@ def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str
         groups: SimpleQueue[list[int]] = SimpleQueue()
         for start in range(0, available - count + 1, count):
             groups.put(list(range(start, start + count)))
-        if available == 0 and count == 1:
-            groups.put([])
         if groups.empty():
             yield from ({'model': model, 'gpus': count, 'error': f'the machine has {available} GPUs'} for model in args.models)
             continue
@@ -223,7 +221,7 @@ def write_curve(path: Path, content: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code: 0, 1 if nothing was trained."""
+    """Run the benchmark; returns the exit code: 0, 1 if nothing was trained, 2 without a GPU that is needed."""
     start = time.perf_counter()
     args = make_parsers()[0].parse_args(argv)
     console = Console()
@@ -231,6 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     def say(line: str) -> None:
         console.print(f'{time.perf_counter() - start:4.0f} s: {line}', markup=False, highlight=False, soft_wrap=True)
 
+    if args.job == 'scaling' and torch.cuda.device_count() == 0:
+        say('scaling needs a CUDA device, and PyTorch finds none.')
+        return 2
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
     path = result_path(args.out, f'pretraining-{args.job}', card)
     with TemporaryDirectory() as folder:

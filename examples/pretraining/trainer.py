@@ -49,15 +49,38 @@ if TYPE_CHECKING:
 
 # what a checkpoint holds, beside config and tokenizer
 WEIGHTS, SCHEDULER, DATA, STATE = 'distcp', 'scheduler.pt', 'data.json', 'trainer_state.json'
+# before the name of a checkpoint that is being written, and of one that is being removed
+PARTIAL, DISCARDED = 'partial-', 'discarded-'
 # seconds between attempts to save the end of a run
 RETRY_SECONDS = 60
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint has all it needs; `.metadata` is written when all processes have written their weights."""
+    return all((path / name).exists() for name in (f'{WEIGHTS}/.metadata', DATA, STATE))
+
+
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """Whole checkpoints of a run, oldest first."""
     found = [path for path in Path(folder).glob('checkpoint-*') if re.fullmatch(r'checkpoint-\d+', path.name)]
-    complete = [path for path in found if all((path / name).exists() for name in (f'{WEIGHTS}/.metadata', DATA, STATE))]
-    return sorted(complete, key=lambda path: int(path.name.rpartition('-')[2]))
+    return sorted(filter(is_whole, found), key=lambda path: int(path.name.rpartition('-')[2]))
+
+
+def tidy(folder: Path) -> None:
+    """Make checkpoints of those that were written as their run ended, and remove what is of no use."""
+    for path in folder.glob(f'{PARTIAL}checkpoint-*'):
+        target = path.with_name(path.name.removeprefix(PARTIAL))
+        if is_whole(path) and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f'{DISCARDED}checkpoint-*'):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint; what is removed in part must not look whole."""
+    shutil.rmtree(path.rename(path.with_name(DISCARDED + path.name)), ignore_errors=True)
 
 
 def export(checkpoint: str | Path, folder: str | Path) -> PreTrainedModel:
@@ -208,7 +231,9 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
             try:
                 action()
             except (OSError, RuntimeError, CheckpointException) as e:
-                error = f'{type(e).__name__}: {e}'
+                # of the processes that failed, one tells
+                cause = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+                error = f'{type(cause).__name__}: {cause}'
         return next((x for x in gather_object([error]) if x is not None), None)
 
     def _save_checkpoint(self, model: nn.Module, trial: None = None) -> None:
@@ -229,7 +254,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
     def _begin_save(self, positions: dict[int, dict]) -> None:
         """Copy what there is to save, and write it while training goes on."""
         folder = Path(self.args.output_dir, f'checkpoint-{self.state.global_step}')
-        save = self.pending = Save(folder, folder.with_name(f'partial-{folder.name}'))
+        save = self.pending = Save(folder, folder.with_name(PARTIAL + folder.name))
 
         def write_small_parts() -> None:
             shutil.rmtree(save.partial, ignore_errors=True)
@@ -248,6 +273,9 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
             save.future = dcp.async_save(state, checkpoint_id=save.partial / WEIGHTS, process_group=self._saving_group)
 
         save.error = self._attempt(write_small_parts, on_main_process=True) or self._attempt(begin_weights)
+        if save.error:
+            # where it was begun, a thread waits there for processes that do not come
+            self.__dict__.pop('_saving_group', None)
 
     def _finish_save(self, wait: bool = True) -> str | None:
         """Make a checkpoint of what is written, when it is or, without `wait`, if it is; the error, if there was one."""
@@ -258,12 +286,11 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
 
         def make_checkpoint() -> None:
             if save.folder.exists():
-                shutil.rmtree(save.folder)
+                discard(save.folder)
             save.partial.rename(save.folder)
             if self.args.save_total_limit:
                 for path in checkpoints(save.folder.parent)[:-self.args.save_total_limit]:
-                    # what is deleted in part must not look whole
-                    shutil.rmtree(path.rename(path.with_name(f'partial-{path.name}')), ignore_errors=True)
+                    discard(path)
 
         error = save.error
         error = error or self._attempt(save.future.result) or self._attempt(make_checkpoint, on_main_process=True)
@@ -292,6 +319,8 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        # how often to log and to save is this command's, and not the checkpoint's
+        self.state.compute_steps(self.args, self.args.max_steps)
         optimizer = self._bare_optimizer()
         state = {'optimizer': get_optimizer_state_dict(self.model, optimizer)}
         dcp.load(state, checkpoint_id=Path(checkpoint, WEIGHTS))

@@ -84,6 +84,13 @@ def test_a_model_that_fails_and_gpus_that_are_not_there(fake):
     assert pretraining.main(['scaling', f'--out={fake}', '--models', 'kda-tiny', '--gpus', '1']) == 1
 
 
+def test_scaling_needs_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    assert pretraining.main(['scaling', f'--out={tmp_path}']) == 2
+    assert 'scaling needs a CUDA device, and PyTorch finds none.' in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupted_benchmark_leaves_what_it_has(fake, monkeypatch):
     def interrupt(*args, pretrain=pretraining.pretrain):
         if args[0] == 'kda-tiny':

@@ -106,6 +106,33 @@ def kill_while_saving() -> None:
     FileSystemWriter.finish = finish_or_die
 
 
+def kill_before_renaming() -> None:
+    """When the second checkpoint is written and has yet to get its name."""
+    rename = Path.rename
+
+    def rename_or_die(self, target):
+        if self.name == 'partial-checkpoint-4':
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    Path.rename = rename_or_die
+
+
+def fail_on_one_process() -> None:
+    """The first save begins on one process, and not on the other."""
+    from pretraining import trainer
+
+    async_save, calls = trainer.dcp.async_save, []
+
+    def save_or_fail(*args, **kwargs):
+        calls.append(1)
+        if os.environ['RANK'] == '1' and len(calls) == 1:
+            raise RuntimeError('no memory for a copy')
+        return async_save(*args, **kwargs)
+
+    trainer.dcp.async_save = save_or_fail
+
+
 def save_slowly() -> None:
     """A save, but for that at the end, waits until the step after the next begins."""
     from concurrent.futures import ThreadPoolExecutor
@@ -233,6 +260,11 @@ def run_all(folder: Path) -> None:
     shutil.copytree(folder / 'found', folder / 'killed' / 'partial-checkpoint-4')
     shutil.copytree(folder / 'found', folder / 'killed' / 'checkpoint-4')
     run('killed')
+    run('renamed', prepare=kill_before_renaming)
+    run('renamed')
+    copy('one', 'other-steps')
+    run('other-steps', save_steps=3)
+    run('failed-once', 2, fail_on_one_process, parallel='ddp')
     run('nan', 2, lose_a_number, parallel='ddp')
     run('full', prepare=fill_the_disk)
     run('slow', prepare=save_slowly)
@@ -283,7 +315,7 @@ def losses(run: Path, step: int = STEPS) -> list[float]:
 
 def test_exit_codes(folder):
     codes = json.loads((folder / 'codes.json').read_text())
-    assert codes.pop('killed') == [[-signal.SIGKILL], [0]]
+    assert codes.pop('killed') == codes.pop('renamed') == [[-signal.SIGKILL], [0]]
     assert codes.pop('nan') == [[1, 1]]
     for name, code in codes.items():
         assert not any(code[0]), (name, (folder / f'{name}.log').read_text()[-2000:])
@@ -332,6 +364,40 @@ def test_a_killed_run_goes_on(folder):
     assert not list((folder / 'killed').glob('partial-*'))
 
 
+def test_a_checkpoint_that_is_written_counts(folder):
+    """The run was killed before it could give it its name."""
+    assert f'going on from {folder / "renamed" / "checkpoint-4"}' in (folder / 'renamed.log').read_text()
+    assert losses(folder / 'renamed') == losses(folder / 'one')
+    assert sorted(x.name for x in (folder / 'renamed').iterdir()) == ['checkpoint-2', 'checkpoint-4', 'checkpoint-6']
+
+
+def test_tidy(folder, tmp_path):
+    """What is written in part, or removed in part, is no checkpoint."""
+    from pretraining.trainer import DISCARDED, PARTIAL, checkpoints, discard, tidy
+
+    for name in ('checkpoint-2', f'{PARTIAL}checkpoint-2', f'{PARTIAL}checkpoint-4', f'{DISCARDED}checkpoint-6'):
+        shutil.copytree(folder / 'one' / 'checkpoint-2', tmp_path / name)
+    shutil.copytree(folder / 'found', tmp_path / f'{PARTIAL}checkpoint-8')
+    tidy(tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ['checkpoint-2', 'checkpoint-4']
+    discard(tmp_path / 'checkpoint-2')
+    assert checkpoints(tmp_path) == list(tmp_path.iterdir()) == [tmp_path / 'checkpoint-4']
+
+
+def test_how_often_to_save_is_the_commands(folder):
+    """And not that of the checkpoint from which the run goes on."""
+    saved = sorted(x.name for x in (folder / 'other-steps').iterdir())
+    assert saved == ['checkpoint-2', 'checkpoint-3', f'checkpoint-{STEPS}']
+    assert losses(folder / 'other-steps') == losses(folder / 'one')
+
+
+def test_a_save_that_one_process_cannot_begin(folder):
+    log = (folder / 'failed-once.log').read_text()
+    assert log.count('checkpoint-2 could not be saved: RuntimeError: no memory for a copy\n') == 1
+    assert sorted(x.name for x in (folder / 'failed-once').iterdir()) == ['checkpoint-4', f'checkpoint-{STEPS}']
+    assert losses(folder / 'failed-once') == pytest.approx(losses(folder / 'one'), rel=1e-6)
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(folder):
     """It would have been aborted else. And what is written is what there was before: a run from it has equal losses."""
     assert losses(folder / 'slow') == losses(folder / 'slow-to-one') == losses(folder / 'one')
@@ -354,7 +420,8 @@ def test_a_full_disk_loses_nothing(folder):
     for name in ('checkpoint-2', f'checkpoint-{STEPS}'):
         assert log.count(f'{name} could not be saved: ') == 1
     assert 'Training goes on, to the next save.' in log and 'The next attempt is in 0 seconds.' in log
-    assert 'File too large' in log and log.count(f'Make room in {folder / "full"}') == 2
+    assert log.count('could not be saved: OSError: [Errno 27] File too large') == 2
+    assert log.count(f'Make room in {folder / "full"}') == 2
     assert sorted(x.name for x in (folder / 'full').iterdir()) == ['checkpoint-4', f'checkpoint-{STEPS}']
     assert losses(folder / 'full') == losses(folder / 'one')
 

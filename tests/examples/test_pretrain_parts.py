@@ -338,6 +338,9 @@ def run(folder: Path, *flags: str, **options: str) -> int:
     ({'data': 'GOOD', 'model': 'kdn-2b'}, "--model: 'kdn-2b' is neither a file with a config nor a preset; presets: kdn-tiny"),
     ({'data': 'GOOD', 'resume_from_checkpoint': '/no/such'}, '--resume_from_checkpoint: /no/such is not a whole checkpoint'),
     ({}, '--data is missing'),
+    ({'model': ''}, '--model is missing; presets: kdn-tiny'),
+    ({'data': 'GOOD', 'output_dir': '/proc/no'}, '--output_dir: /proc/no cannot be written to: '),
+    ({'data': 'GOOD', 'output_dir': __file__}, f'--output_dir: {__file__} cannot be written to: '),
     ({'data': 'GOOD', 'tokenizer': ''}, '--tokenizer is missing'),
 ])
 def test_bad_input(options, message, tmp_path, capsys):
@@ -356,6 +359,16 @@ def test_bad_input(options, message, tmp_path, capsys):
     assert run(tmp_path, **options) == 2
     error = capsys.readouterr().err
     assert 'pretrain.py: error: ' in error and message in error
+
+
+def test_interrupted(tmp_path, capsys, monkeypatch):
+    def interrupt(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain.PretrainingTrainer, 'training_step', interrupt)
+    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    assert run(tmp_path, data=data) == 130
+    assert capsys.readouterr().err.endswith('pretrain.py: interrupted; the same command goes on from the last checkpoint\n')
 
 
 def test_other_settings_do_not_go_on(tmp_path, capsys):
