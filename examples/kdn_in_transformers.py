@@ -11,7 +11,7 @@ A hybrid of KDN and sliding-window attention in transformers: train it, generate
     pip install -e '.[examples]'
     python examples/kdn_in_transformers.py
 
-It downloads nothing, and takes about a minute on two CPU cores.
+It downloads nothing, and takes one to two minutes on two CPU cores.
 """
 
 from __future__ import annotations
