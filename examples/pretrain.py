@@ -186,6 +186,11 @@ def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
         path = Path(args.resume_from_checkpoint)
         if path not in checkpoints(path.parent):
             raise ValueError(f'--resume_from_checkpoint: {path} is not a whole checkpoint.')
+        if path.resolve() in (x.resolve() for x in whole[:-1]):
+            raise ValueError(
+                f'--resume_from_checkpoint: {args.output_dir} has a later checkpoint, {whole[-1].name}, which would count as '
+                'that of the new run; give that another --output_dir.',
+            )
     elif whole:
         path = whole[-1]
     else:

@@ -354,6 +354,14 @@ def test_another_kind_of_run_goes_on(folder, run):
     assert losses(folder / run) == pytest.approx(losses(folder / 'one'), rel=1e-6)
 
 
+def test_going_back_needs_another_folder(folder, capsys):
+    import pretrain
+
+    options = arguments(folder, 'one', resume_from_checkpoint=folder / 'one' / 'checkpoint-4')
+    assert pretrain.main(options) == 2
+    assert f'{folder / "one"} has a later checkpoint, checkpoint-6, which would count' in capsys.readouterr().err
+
+
 def test_a_killed_run_goes_on(folder):
     """Killed in the middle of its second save, of which nothing counts; from then on its losses are equal to the last bit."""
     assert (folder / 'found' / 'distcp').exists()
