@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from fla.models.modeling_utils import FLAPreTrainedModel
 from pretraining.data import Batches, Lane, load_documents, load_tokenizer
 from pretraining.shapes import GIB, PRESETS, costs, count, make_config, meta_model, token_budget
@@ -251,7 +250,7 @@ def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
         except OSError as error:
             raise ValueError(f'--output_dir: {args.output_dir} cannot be written to: {error}') from None
     # the others see the folder as the first has left it
-    PartialState().wait_for_everyone()
+    args.distributed_state.wait_for_everyone()
     checkpoint = find_checkpoint(args, settings)
     if is_main:
         for path in set(Path(args.output_dir).glob('checkpoint-*')) - set(checkpoints(args.output_dir)):

@@ -33,7 +33,7 @@ SHARED_LENGTH = 64
 DOCUMENT_END = '\n\n\n'
 
 # folders of Python's library that are no part of it, or repeat themselves
-LEFT_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+LEFT_OUT = frozenset({'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'})
 
 
 class Text:
@@ -80,13 +80,17 @@ def read_documentation() -> dict[str, str]:
     return dict(topics)
 
 
-def read_library() -> dict[str, str]:
-    root = Path(sysconfig.get_path('stdlib'))
+def read_sources(root: Path, left_out: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Python's sources in a folder, but for those in folders that are left out."""
     paths = {path.relative_to(root): path for path in root.rglob('*.py') if path.is_file()}
     return {
         str(name): path.read_text(encoding='utf-8', errors='replace')
-        for name, path in paths.items() if not LEFT_OUT & set(name.parts)
+        for name, path in paths.items() if not left_out & set(name.parts)
     }
+
+
+def read_library() -> dict[str, str]:
+    return read_sources(Path(sysconfig.get_path('stdlib')), LEFT_OUT)
 
 
 # texts that are on every machine

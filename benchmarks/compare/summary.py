@@ -159,8 +159,8 @@ def accuracy_by_rate_columns(content: dict, task: str) -> list[Column]:
         return lambda x: x['accuracy_by_rate'].get(task, {}).get(rate, {}).get(panel, {}).get(place)
 
     return [
-        Column(f'{about["panels"][panel]["title"]}, {places[-1]}, {rate}', value(panel, places[-1], rate), percent, max)
-        for panel, places in ((panel, list(best)) for panel, best in about['best'].items())
+        Column(f'{about["panels"][panel]["title"]}, {place}, {rate}', value(panel, place, rate), percent, max)
+        for panel, place in ((panel, list(best)[-1]) for panel, best in about['best'].items())
         for rate in sorted({rate for x in found for rate in x}, key=float)
     ]
 

@@ -140,9 +140,6 @@ class Synthetic:
                     counts[name][place] += found.numel()
         return {name: {str(place): sums[name][place] / counts[name][place] for place in sorted(sums[name])} for name in sums}
 
-    def constant(self, targets: torch.Tensor, place: int) -> torch.Tensor:
-        return torch.full_like(targets, place)
-
 
 def with_each_rate(tasks: dict[str, Synthetic]) -> dict[str, Synthetic]:
     """A task for each learning rate of each task."""
@@ -224,11 +221,11 @@ class Recall(Synthetic):
         for pairs in self.eval_pairs:
             generator = torch.Generator().manual_seed(EVAL_SEED + pairs)
             inputs, targets = self.make_batch(pairs, 4 * pairs, self.eval_sequences, generator)
-            yield Evaluation(inputs, targets, {'pairs': self.constant(targets, pairs)})
+            yield Evaluation(inputs, targets, {'pairs': torch.full_like(targets, pairs)})
         for length in self.eval_lengths:
             generator = torch.Generator().manual_seed(EVAL_SEED + self.symbols + length)
             inputs, targets = self.make_batch(self.length_pairs, length, fitting(self.eval_sequences, length), generator)
-            yield Evaluation(inputs, targets, {'length': self.constant(targets, length)})
+            yield Evaluation(inputs, targets, {'length': torch.full_like(targets, length)})
 
     def make_batch(
         self, pairs: int, length: int, sequences: int, generator: torch.Generator,
@@ -288,7 +285,7 @@ class Needles(Synthetic):
     def evaluations(self) -> Iterator[Evaluation]:
         for length in self.eval_lengths:
             inputs, targets, _ = evaluation_batch(self.needles, length, fitting(self.eval_sequences, length))
-            yield Evaluation(inputs, targets, {'length': self.constant(targets, length)})
+            yield Evaluation(inputs, targets, {'length': torch.full_like(targets, length)})
 
 
 class Writes(NamedTuple):

@@ -31,7 +31,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import find_commit, module_versions, result_path, write_json
-from benchmarks.compare.data import read_documents
+from benchmarks.compare.data import read_documents, read_sources
 from examples.pretraining.shapes import GIB, costs, make_config, meta_model
 
 matplotlib.use('Agg')
@@ -78,8 +78,10 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
 def read_packages() -> dict[str, str]:
     """The sources of PyTorch and transformers."""
-    paths = [path for package in (torch, transformers) for path in Path(package.__file__).parent.rglob('*.py')]
-    return {str(path): path.read_text(encoding='utf-8', errors='replace') for path in paths if path.is_file()}
+    return {
+        f'{package.__name__}/{name}': text
+        for package in (torch, transformers) for name, text in read_sources(Path(package.__file__).parent).items()
+    }
 
 
 def write_text(text: str | None, folder: Path) -> int:

@@ -108,12 +108,16 @@ def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
 
 @dataclass
 class Save:
-    """A checkpoint that is being written: where it will be, and is; when its weights are written, or why they cannot be."""
+    """A checkpoint that is being written: where it will be; when its weights are written, or why they cannot be."""
 
     folder: Path
-    partial: Path
     future: Future | None = None
     error: str | None = None
+
+    @property
+    def partial(self) -> Path:
+        """Where it is until it is whole."""
+        return self.folder.with_name(PARTIAL + self.folder.name)
 
 
 class PretrainingTrainer(DecayByNameMixin, Trainer):
@@ -253,8 +257,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
 
     def _begin_save(self, positions: dict[int, dict]) -> None:
         """Copy what there is to save, and write it while training goes on."""
-        folder = Path(self.args.output_dir, f'checkpoint-{self.state.global_step}')
-        save = self.pending = Save(folder, folder.with_name(PARTIAL + folder.name))
+        save = self.pending = Save(Path(self.args.output_dir, f'checkpoint-{self.state.global_step}'))
 
         def write_small_parts() -> None:
             shutil.rmtree(save.partial, ignore_errors=True)
@@ -292,8 +295,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
                 for path in checkpoints(save.folder.parent)[:-self.args.save_total_limit]:
                     discard(path)
 
-        error = save.error
-        error = error or self._attempt(save.future.result) or self._attempt(make_checkpoint, on_main_process=True)
+        error = save.error or self._attempt(save.future.result) or self._attempt(make_checkpoint, on_main_process=True)
         if error and self.args.process_index == 0:
             is_end = save.folder.name == f'checkpoint-{self.state.max_steps}'
             then = f'The next attempt is in {RETRY_SECONDS} seconds.' if is_end else 'Training goes on, to the next save.'

@@ -29,7 +29,7 @@ from fla_kdn.ops.kdn.inputs import (
     num_sequences,
 )
 from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE, kda_bwd, kda_fwd
-from fla_kdn.ops.kdn.uncertainty import KDNUncertainty, innovation_log_likelihood, make_uncertainty
+from fla_kdn.ops.kdn.uncertainty import make_uncertainty, with_log_likelihood
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,10 +224,7 @@ def chunk_kdn_triton(
     )
     uncertainty = []
     if output_uncertainty:
-        log_likelihood = None
-        if squared_innovation is not None:
-            log_likelihood = innovation_log_likelihood(squared_innovation, variances[2], v.shape[-1])
-        uncertainty = [KDNUncertainty(*variances.unbind(0), log_likelihood)]
+        uncertainty = [with_log_likelihood(*variances.unbind(0), squared_innovation, v.shape[-1])]
     if not output_final_state:
         return o, None, None, *uncertainty
     return o, final_state, final_cov.squeeze(-1) if isotropic else final_cov, *uncertainty

@@ -19,7 +19,7 @@ from fla.utils import input_guard
 from fla_kdn.ops.kdn.chunk import run_kdn
 from fla_kdn.ops.kdn.gain_triton import FLOOR, key_row, log_decay_row, noise_row, pool
 from fla_kdn.ops.kdn.inputs import LOWER_BOUND
-from fla_kdn.ops.kdn.uncertainty import KDNUncertainty, innovation_log_likelihood
+from fla_kdn.ops.kdn.uncertainty import with_log_likelihood
 
 if TYPE_CHECKING:
     from fla_kdn.ops.kdn.uncertainty import KDNResult
@@ -306,8 +306,8 @@ def fused_recurrent_kdn_fwd(
     )
     if not output_uncertainty:
         return out, ht, pt
-    log_likelihood = None if squares is None else innovation_log_likelihood(squares.sum(-1), variances[2], V)
-    return out, ht, pt, KDNUncertainty(*variances.unbind(0), log_likelihood)
+    squared_innovation = None if squares is None else squares.sum(-1)
+    return out, ht, pt, with_log_likelihood(*variances.unbind(0), squared_innovation, V)
 
 
 @torch.compiler.disable

@@ -60,17 +60,23 @@ def make_uncertainty(
     output_uncertainty: bool | str,
 ) -> KDNUncertainty:
     """From r, `k^T Phat k`, `q^T P q` and `|e|^2`, each `[B, T, HV]`."""
-    innovation_variance, log_likelihood = noise + key_variance, None
-    if output_uncertainty == 'log_likelihood':
-        log_likelihood = innovation_log_likelihood(squared_innovation, innovation_variance, head_v_dim)
-    return KDNUncertainty(key_variance / innovation_variance, read_variance, innovation_variance, log_likelihood)
+    innovation_variance = noise + key_variance
+    if output_uncertainty != 'log_likelihood':
+        squared_innovation = None
+    return with_log_likelihood(
+        key_variance / innovation_variance, read_variance, innovation_variance, squared_innovation, head_v_dim)
 
 
-def innovation_log_likelihood(
-    squared_innovation: torch.Tensor,
+def with_log_likelihood(
+    write_strength: torch.Tensor,
+    read_variance: torch.Tensor,
     innovation_variance: torch.Tensor,
+    squared_innovation: torch.Tensor | None,
     head_v_dim: int,
-) -> torch.Tensor:
-    """Of an innovation with `|e|^2`, whose V channels have one variance, `[B, T, HV]`."""
-    return -0.5 * (
-        head_v_dim * (math.log(2 * math.pi) + innovation_variance.log()) + squared_innovation / innovation_variance)
+) -> KDNUncertainty:
+    """The log-likelihood is that of an innovation with `|e|^2`, whose V channels have one variance; `None` without it."""
+    log_likelihood = None
+    if squared_innovation is not None:
+        log_likelihood = -0.5 * (
+            head_v_dim * (math.log(2 * math.pi) + innovation_variance.log()) + squared_innovation / innovation_variance)
+    return KDNUncertainty(write_strength, read_variance, innovation_variance, log_likelihood)
