@@ -20,8 +20,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 def positive(value: str) -> int:
@@ -59,6 +61,34 @@ def write_json(path: Path, content: dict) -> None:
     temporary = path.with_suffix('.tmp')
     temporary.write_text(json.dumps(content, indent=1) + '\n')
     os.replace(temporary, path)
+
+
+def load_rows(path: Path, content: dict, same: Iterable[str], measured: str) -> list[dict]:
+    """Rows with a value of `measured` that are in a file; raises if they were made with another value of one of `same`."""
+    if not path.exists():
+        return []
+    stored = json.loads(path.read_text())
+    for key in same:
+        if stored[key] != content[key]:
+            raise ValueError(f'--resume: {path} has the {key} {stored[key]}, and now it is {content[key]}')
+    return [row for row in stored['rows'] if measured in row]
+
+
+def reject_beside_others(rows: Iterable[dict], device: torch.device) -> None:
+    """Give an error to rows that were timed while other processes were on the GPU, as far as `nvidia-smi` tells."""
+    if device.type != 'cuda':
+        return
+    gpu = f'--id=GPU-{torch.cuda.get_device_properties(device).uuid}'
+    command = ['nvidia-smi', '--query-compute-apps=pid', '--format=csv,noheader', gpu]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return
+    # in a container the numbers may be others than those inside; one is this process's
+    others = sum(line.strip().isdecimal() for line in lines) - 1
+    if others > 0:
+        for row in rows:
+            row.setdefault('error', f'not timed alone: {others} other processes were on the GPU')
 
 
 def compile_in_processes(

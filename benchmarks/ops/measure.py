@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
-from benchmarks.common import compile_in_processes, reason_of
+from benchmarks.common import compile_in_processes, reason_of, reject_beside_others
 from benchmarks.ops.registry import BASELINES, OPS, make_inputs, make_work, nbytes
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def measure_group(
                 except Exception as error:
                     rows[name, mode]['error'] = reason_of(error)
         group = [rows[op.name, mode] for op in ops]
+        reject_beside_others(group, torch.device('cuda'))
         for row in group:
             if 'error' not in row:
                 quantiles = torch.tensor(times[row['op']]).quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -30,7 +30,7 @@ import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import find_commit, module_versions, result_path, write_json
+from benchmarks.common import find_commit, load_rows, module_versions, result_path, write_json
 from benchmarks.compare.data import read_documents, read_sources
 from examples.pretraining.shapes import GIB, costs, make_config, meta_model
 
@@ -58,9 +58,10 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     )
     jobs = parser.add_subparsers(dest='job', required=True)
     scaling = jobs.add_parser('scaling')
-    scaling.add_argument('--models', nargs='+', default=['kdn-1.3b-diagonal', 'kda-1.3b', 'kdn-1.3b-isotropic'])
+    scaling.add_argument('--models', nargs='+', default=['kdn-1.3b-diagonal', 'kdn-1.3b-isotropic', 'kda-1.3b'])
     scaling.add_argument('--gpus', nargs='+', type=int, default=[1, 2], help='default: 1 2; those the machine has')
     scaling.add_argument('--steps', type=int, default=12)
+    scaling.add_argument('--resume', action='store_true', help='keep the numbers that an earlier run has written')
     run = jobs.add_parser('run')
     run.add_argument('--model', default='kdn-0.1b-diagonal')
     run.add_argument('--train-tokens', type=float, default=1e8)
@@ -94,6 +95,12 @@ def write_text(text: str | None, folder: Path) -> int:
     return sum(len(document.encode()) for document in documents)
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    names = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return names.split(',') if names else list(map(str, range(torch.cuda.device_count())))
+
+
 def parse_log(line: str) -> dict[str, float] | None:
     """The numbers of a step, if the line tells them."""
     found = re.search(r"\{'loss'.*\}", line)
@@ -109,14 +116,16 @@ def pretrain(
     options: list[str],
     say: Callable[[str], None],
 ) -> list[dict[str, float]]:
-    """Logs of the steps of a run on `devices`, none for a CPU; if it fails, a `RuntimeError` with the end of its output."""
+    """Logs of the steps of a run on some of the visible GPUs, none for a CPU; if it fails, a `RuntimeError` with the end of
+    its output."""
     launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={len(devices)}'] if len(devices) > 1 else []
     command = [
         sys.executable, *launcher, str(SCRIPT), f'--model={model}', f'--data={data}', '--tokenizer=bytes',
         f'--seq_len={args.seq_len}', f'--batch_tokens={args.batch_tokens}', f'--per_device_train_batch_size={args.rows}',
         f'--output_dir={folder}', '--logging_steps=1', '--disable_tqdm=true', '--report_to=none', *options,
     ]
-    environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': ','.join(map(str, devices)), 'PYTHONUNBUFFERED': '1'}
+    gpus = visible_gpus()
+    environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': ','.join(gpus[i] for i in devices), 'PYTHONUNBUFFERED': '1'}
     environment.setdefault('OMP_NUM_THREADS', '4' if devices else '1')
     steps, tail = [], []
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -144,9 +153,15 @@ def summarize(steps: list[dict[str, float]]) -> dict:
     }
 
 
-def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> Iterator[dict]:
-    """A row for each model and number of GPUs. Runs on fewer GPUs than there are run beside each other, the first model first:
-    its kernels are tuned then for those after it."""
+def scale(
+    args: argparse.Namespace,
+    done: set[tuple[str, int]],
+    data: Path,
+    folder: Path,
+    say: Callable[[str], None],
+) -> Iterator[dict]:
+    """A row for each model and number of GPUs that is not `done`. Runs on fewer GPUs than there are run beside each other, the
+    first model first: its kernels are tuned then for those after it."""
     available = torch.cuda.device_count()
 
     def measure(model: str, devices: list[int]) -> dict:
@@ -163,11 +178,12 @@ def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str
         return row
 
     for count in args.gpus:
+        models = [model for model in args.models if (model, count) not in done]
         groups: SimpleQueue[list[int]] = SimpleQueue()
         for start in range(0, available - count + 1, count):
             groups.put(list(range(start, start + count)))
         if groups.empty():
-            yield from ({'model': model, 'gpus': count, 'error': f'the machine has {available} GPUs'} for model in args.models)
+            yield from ({'model': model, 'gpus': count, 'error': f'the machine has {available} GPUs'} for model in models)
             continue
 
         def take_turn(model: str, groups: SimpleQueue = groups) -> dict:
@@ -178,7 +194,7 @@ def scale(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str
                 groups.put(devices)
 
         with ThreadPoolExecutor(groups.qsize()) as pool:
-            yield from pool.map(take_turn, args.models)
+            yield from (turn.result() for turn in as_completed([pool.submit(take_turn, model) for model in models]))
 
 
 def train_and_write(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> dict:
@@ -225,7 +241,8 @@ def write_curve(path: Path, content: dict) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code: 0, 1 if nothing was trained, 2 without a GPU that is needed."""
     start = time.perf_counter()
-    args = make_parsers()[0].parse_args(argv)
+    parser, jobs = make_parsers()
+    args = parser.parse_args(argv)
     console = Console()
 
     def say(line: str) -> None:
@@ -242,14 +259,23 @@ def main(argv: list[str] | None = None) -> int:
             'card': card,
             'versions': module_versions('fla_kdn', 'torch', 'triton', 'fla', 'transformers'),
             'commit': find_commit(),
-            'settings': {key: value for key, value in vars(args).items() if key not in ('out', 'job')},
+            'settings': {key: value for key, value in vars(args).items() if key not in ('out', 'job', 'resume')},
             'text_bytes': write_text(args.text, data),
         }
         say(f'{card}; {content["text_bytes"]:,} bytes of text')
         if args.job == 'scaling':
             content['rows'] = []
-            for row in scale(args, data, Path(folder), say):
+            if args.resume:
+                try:
+                    same = ('versions', 'commit', 'settings', 'text_bytes')
+                    content['rows'] = load_rows(path, content, same, measured='losses')
+                except ValueError as error:
+                    jobs['scaling'].error(str(error))
+                say(f'{len(content["rows"])} rows are measured already')
+            done = {(row['model'], row['gpus']) for row in content['rows']}
+            for row in scale(args, done, data, Path(folder), say):
                 content['rows'].append(row)
+                content['rows'].sort(key=lambda row: (args.gpus.index(row['gpus']), args.models.index(row['model'])))
                 content['seconds'] = time.perf_counter() - start
                 # after each, so that an interrupted benchmark leaves what it has
                 write_json(path, content)

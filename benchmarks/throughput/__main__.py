@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -21,7 +20,7 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.common import find_commit, module_versions, result_path, write_json
+from benchmarks.common import find_commit, load_rows, module_versions, result_path, write_json
 from benchmarks.throughput.measure import METHOD, count_parameters, measure_group, warm
 from benchmarks.throughput.plan import PLANS
 from benchmarks.throughput.report import group_table, write_plots
@@ -42,17 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--resume', action='store_true', help='keep the numbers that an earlier run has written')
     parser.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder; default: %(default)s')
     return parser
-
-
-def load_rows(path: Path, content: dict) -> list[dict]:
-    """Rows with numbers that are in a file; raises if they are not of the same code, versions and method."""
-    if not path.exists():
-        return []
-    stored = json.loads(path.read_text())
-    for key in ('versions', 'commit', 'method'):
-        if stored[key] != content[key]:
-            raise ValueError(f'--resume: {path} has the {key} {stored[key]}, and now it is {content[key]}')
-    return [row for row in stored['rows'] if 'ms' in row]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     if args.resume:
         try:
-            content['rows'] = load_rows(path, content)
+            content['rows'] = load_rows(path, content, same=('versions', 'commit', 'method'), measured='ms')
         except ValueError as error:
             parser.error(str(error))
     done = {tuple(row[key] for key in KEYS) for row in content['rows']}

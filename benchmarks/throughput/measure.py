@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.common import compile_in_processes, reason_of
+from benchmarks.common import compile_in_processes, reason_of, reject_beside_others
 from benchmarks.throughput.mixers import COMPILED, MODELS, make_config, make_layer, make_model
 from fla_kdn.models.optim import parameter_groups
 
@@ -214,6 +214,7 @@ def take_turns(works: dict[str, Work], rows: dict[str, dict], plan: Plan, device
             mixer for mixer in waiting if 'error' not in rows[mixer]
             and (len(times[mixer]) < least or sum(times[mixer]) < plan.seconds and len(times[mixer]) < most)
         ]
+    reject_beside_others([rows[mixer] for mixer in works], device)
     for mixer, work in works.items():
         if 'error' in rows[mixer]:
             continue

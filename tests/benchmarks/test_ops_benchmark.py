@@ -249,6 +249,7 @@ def test_main(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(job, 'measure_ceilings', lambda: {'bandwidth': 4., 'tflops': 700.})
     monkeypatch.setattr(measure, 'make_inputs', lambda op, shape, device, shared: make_inputs(op, shape, 'cpu', shared))
     monkeypatch.setattr(measure, 'first_calls', first_calls)
+    monkeypatch.setattr(measure, 'reject_beside_others', lambda rows, device: None)
     monkeypatch.setattr(measure, 'do_bench', do_bench)
     monkeypatch.setattr(torch.autograd, 'grad', no_backward)
     ops = ['chunk_kda', 'chunk_kdn', 'chunk_gated_delta_rule']

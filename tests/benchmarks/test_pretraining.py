@@ -25,8 +25,8 @@ STEP = "{'loss': '2.5', 'grad_norm': '1.5', 'tokens': 2048, 'tokens_per_second_p
 FAKE = f"""
 import os, sys, time
 devices = os.environ['CUDA_VISIBLE_DEVICES']
-if 'broken' in sys.argv[1]:
-    sys.exit('no such model')
+if sys.argv[1] == '--model=' + os.environ.get('BROKEN', ''):
+    sys.exit('no such kernel')
 time.sleep(0.3)
 for _ in range(5):
     print("{STEP}".replace('2.5', devices.replace(',', '')))
@@ -77,11 +77,17 @@ def test_runs_on_one_gpu_are_beside_each_other(fake, capsys):
     assert 'kda-tiny on 1: step 4, loss' in capsys.readouterr().out
 
 
-def test_a_model_that_fails_and_gpus_that_are_not_there(fake):
+def test_a_model_that_fails_and_gpus_that_are_not_there(fake, monkeypatch):
     rows = scale(fake, '--models', 'kdn-tiny-diagonal', '--gpus', '1', '3')
     assert 'losses' in rows[0] and rows[1]['error'] == 'the machine has 2 GPUs'
-    fake.joinpath('fake.py').write_text('import sys; sys.exit("no such kernel")')
+    monkeypatch.setenv('BROKEN', 'kda-tiny')
     assert pretraining.main(['scaling', f'--out={fake}', '--models', 'kda-tiny', '--gpus', '1']) == 1
+
+
+def test_runs_stay_on_the_gpus_they_are_given(fake, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '5,7')
+    rows = scale(fake, '--models', 'kdn-tiny-diagonal', 'kda-tiny', '--gpus', '1')
+    assert {row['losses'][0] for row in rows} == {5, 7}
 
 
 def test_scaling_needs_a_gpu(tmp_path, monkeypatch, capsys):
@@ -94,6 +100,8 @@ def test_scaling_needs_a_gpu(tmp_path, monkeypatch, capsys):
 def test_an_interrupted_benchmark_leaves_what_it_has(fake, monkeypatch):
     def interrupt(*args, pretrain=pretraining.pretrain):
         if args[0] == 'kda-tiny':
+            while not list(fake.glob('*.json')):
+                time.sleep(0.05)
             raise KeyboardInterrupt
         return pretrain(*args)
 
@@ -102,6 +110,22 @@ def test_an_interrupted_benchmark_leaves_what_it_has(fake, monkeypatch):
         scale(fake, '--models', 'kdn-tiny-diagonal', 'kda-tiny', '--gpus', '1')
     path, = fake.glob('pretraining-scaling_*.json')
     assert [row['model'] for row in json.loads(path.read_text())['rows']] == ['kdn-tiny-diagonal']
+
+
+def test_resume(fake, monkeypatch, capsys):
+    monkeypatch.setenv('BROKEN', 'kda-tiny')
+    arguments = ['--models', 'kdn-tiny-diagonal', 'kda-tiny', '--gpus', '1']
+    rows = scale(fake, *arguments)
+    assert 'losses' in rows[0] and 'error' in rows[1]
+    rows[0]['losses'] = [9.]
+    path, = fake.glob('pretraining-scaling_*.json')
+    path.write_text(json.dumps({**json.loads(path.read_text()), 'rows': rows}))
+    # what has failed is tried again
+    again = scale(fake, *arguments, '--resume')
+    assert again[0] == rows[0] and 'error' in again[1]
+    with pytest.raises(SystemExit):
+        scale(fake, *arguments, '--resume', '--steps', '2')
+    assert '--resume: ' in capsys.readouterr().err
 
 
 def test_default_text():

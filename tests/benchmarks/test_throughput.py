@@ -12,6 +12,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fla.layers.kda import KimiDeltaAttention
 from rich.console import Console
 
 from benchmarks import common
+from benchmarks.common import reject_beside_others
 from benchmarks.throughput import measure, report
 from benchmarks.throughput.measure import (
     Inference,
@@ -196,6 +198,22 @@ def test_taking_turns(monkeypatch):
         'held_bytes': 7, 'peak_bytes': 707,
     }
     assert rows['quick']['calls'] == 5 and rows['quick']['ms'] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(('listed', 'error'), [
+    ('11\n', None), ('', None), ('No devices were found\n', None),
+    ('11\n12\n', 'not timed alone: 1 other processes were on the GPU'),
+])
+def test_times_beside_other_processes_are_not_kept(tmp_path, monkeypatch, listed, error):
+    (tmp_path / 'nvidia-smi').write_text(f'#!/bin/sh\nprintf "{listed}"\n')
+    (tmp_path / 'nvidia-smi').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(uuid='x'))
+    rows = [{}, {'error': 'failed'}]
+    reject_beside_others(rows, torch.device('cuda'))
+    assert rows == [{'error': error} if error else {}, {'error': 'failed'}]
+    monkeypatch.setenv('PATH', '')
+    reject_beside_others(rows, torch.device('cuda'))
 
 
 @pytest.fixture
