@@ -89,12 +89,16 @@ def described(content: dict, command: str, number_of_cards: str = 'one') -> str:
     return f'`{command}` on {number_of_cards} {content["card"]}, {content["seconds"]:.0f} s. {versions}; {commit}.'
 
 
-def reasons(rows: Iterable[tuple[str, str, str]]) -> str:
-    """A list of what has no numbers, from (what, who, why); who is named together where what and why are the same."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for what, who, why in rows:
-        found.setdefault((what, why), []).append(who)
-    return '\n'.join(f'- {what} ({"; ".join(dict.fromkeys(who))}): {why}' for (what, why), who in found.items())
+def reasons(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """A list of what has no numbers, from (what, where, who, why): who is named together where all else is the same, then
+    where."""
+    who_of: dict[tuple[str, str, str], list[str]] = {}
+    for what, where, who, why in rows:
+        who_of.setdefault((what, where, why), []).append(who)
+    where_of: dict[tuple[str, str, str], list[str]] = {}
+    for (what, where, why), who in who_of.items():
+        where_of.setdefault((what, '; '.join(dict.fromkeys(who)), why), []).append(where)
+    return '\n'.join(f'- {what}, {", ".join(where)} ({who}): {why}' for (what, who, why), where in where_of.items())
 
 
 def first_sentences(error: str) -> str:
@@ -137,17 +141,23 @@ def ops_section(content: dict, plot: Path) -> str:
         parts.append(f'![Chunked ops]({plot.name})')
     if failed := [row for row in rows if 'error' in row]:
         parts += ['### Without numbers', reasons(
-            (f'{OP_KINDS[row["kind"]]}, {MODE_NAMES.get(row["mode"], row["mode"])}', OP_NAMES[row['op']],
-             first_sentences(row['error'])) for row in failed
+            (
+                OP_KINDS[row['kind']],
+                MODE_NAMES.get(row['mode'], row['mode']),
+                OP_NAMES[row['op']],
+                first_sentences(row['error']),
+            ) for row in failed
         )]
     return '\n\n'.join(parts)
 
 
 def throughput_tables(rows: list[dict]) -> list[str]:
-    """Tokens a second, and memory, of rows of one kind, size and, in decoding, batch."""
-    lengths = sorted({row['tokens'] for row in rows})
+    """Tokens a second, and memory, of rows of one kind, size and, in decoding, batch; without lengths and mixers that were not
+    run."""
+    run = [row for row in rows if 'not_run' not in row]
+    lengths = sorted({row['tokens'] for row in run})
     found = {(row['mixer'], row['tokens']): row for row in rows}
-    mixers = [mixer for mixer in NAMES if any(row['mixer'] == mixer for row in rows)]
+    mixers = [mixer for mixer in NAMES if any(row['mixer'] == mixer for row in run)]
 
     def cell(row: dict | None, key: str, form: Callable[[float], str]) -> str:
         if row is None:
@@ -194,11 +204,8 @@ def throughput_section(content: dict, path: Path) -> str:
     for heading, key in (('Failed', 'error'), ('Not run', 'not_run')):
         if rows := [row for row in content['rows'] if key in row]:
             parts += [f'### {heading}', reasons(
-                (
-                    f'{KINDS[row["kind"]]}, {size_name(row["size"])}, {shape_text(row["batch"], row["tokens"])}',
-                    NAMES[row['mixer']],
-                    first_sentences(row[key]),
-                ) for row in rows
+                (title_of(row), length_name(row['tokens']), NAMES[row['mixer']], first_sentences(row[key]))
+                for row in sorted(rows, key=lambda row: row['tokens'])
             )]
     return '\n\n'.join(parts)
 
@@ -242,7 +249,9 @@ def scaling_section(content: dict) -> str:
         markdown_table(header, lines),
     ]
     if failed := [row for row in rows if 'error' in row]:
-        parts += ['### Without numbers', reasons((f'{row["gpus"]} GPUs', row['model'], row['error']) for row in failed)]
+        parts += ['### Without numbers', reasons(
+            ('Pretraining', f'{row["gpus"]} GPU{"s" if row["gpus"] > 1 else ""}', row['model'], row['error']) for row in failed
+        )]
     return '\n\n'.join(parts)
 
 
@@ -314,12 +323,12 @@ def readme_throughput(content: dict) -> str | None:
         row = next((row for row in column if row['mixer'] == mixer), None)
         return '–' if row is None else short_reason(row) or f'{row["tokens_per_second"]:,.0f}'
 
-    mixers = [mixer for mixer in NAMES if any(row['mixer'] == mixer for column in columns.values() for row in column)]
-    lines = [[NAMES[mixer], *(cell(mixer, column) for column in columns.values())] for mixer in mixers]
+    run = {row['mixer'] for column in columns.values() for row in column if 'not_run' not in row}
+    lines = [[NAMES[mixer], *(cell(mixer, column) for column in columns.values())] for mixer in NAMES if mixer in run]
     table = markdown_table(['tokens/s', *columns], lines)
     return (
-        f'`python -m benchmarks.throughput` times whole models on one {content["card"]} ({short_version(content)}): training '
-        f'steps, and decoding after a context:\n\n{table}'
+        f'`python -m benchmarks.throughput` times whole models on one {content["card"]} ({short_version(content)}), steps of '
+        f'training and decoding after a context:\n\n{table}'
     )
 
 

@@ -101,7 +101,7 @@ def size_name(size: str | int) -> str:
 
 def draw(ax: Axes, rows: list[dict], value: Callable[[dict], float | None], title: str, edge: float) -> None:
     """Lines of the mixers over the length; hollow: with activation checkpointing; a cross at the `edge`, 0 or 1: no number."""
-    lengths, top = sorted({row['tokens'] for row in rows}), 0.
+    lengths, top = sorted({row['tokens'] for row in rows if 'not_run' not in row}), 0.
     for mixer, (color, marker, line) in STYLES.items():
         found = sorted((row for row in rows if row['mixer'] == mixer), key=lambda row: row['tokens'])
         points = [(lengths.index(row['tokens']), value(row), row) for row in found if short_reason(row) is None]
@@ -133,7 +133,7 @@ def write_figure(path: Path, card: str, panels: list[tuple[str, list[dict]]], th
         for ax in (speed, memory):
             ax.set_xlabel(xlabel)
     rows = [row for _, rows in panels for row in rows]
-    present = {row['mixer'] for row in rows}
+    present = {row['mixer'] for row in rows if 'not_run' not in row}
     handles = [
         Line2D([], [], color=color, marker=marker, ls=line, ms=7, label=NAMES[mixer])
         for mixer, (color, marker, line) in STYLES.items() if mixer in present

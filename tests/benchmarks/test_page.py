@@ -144,10 +144,10 @@ def test_page(root):
     # what has no number
     assert '| softmax attention | out of memory |' in text
     assert (
-        '### Failed\n\n- Decoding, 1.3B, 64 × 4,096 (softmax attention): OutOfMemoryError: CUDA out of memory. '
+        '### Failed\n\n- Decoding, 1.3B, batch 64, 4K (softmax attention): OutOfMemoryError: CUDA out of memory. '
         'Tried to allocate 6.00 GiB.\n' in text
     )
-    assert '- Training, whole model, 1.3B, 16 × 2,048 (KDA; softmax attention): the deadline of 240 s had passed\n' in text
+    assert '- Training, whole model, 1.3B, 2K (KDA; softmax attention): the deadline of 240 s had passed\n' in text
     assert '## Ops, NVIDIA H200\n' in text and '## Ops, NVIDIA H200, decoding\n' in text
     # ready tables, with links that lead into their folder
     assert text.endswith(
@@ -211,7 +211,7 @@ def test_pretraining(root):
     assert '`python -m benchmarks.pretraining scaling --models kdn-1.3b-diagonal --gpus 1 2 4` on 4 Some Card, 400 s.' in text
     assert '| kdn-1.3b-diagonal | 1 | 45,679 | 39.1% | 61.2 | 62.9 | – |' in text
     assert '| kdn-1.3b-diagonal | 2 | 45,679 | 39.1% | 61.2 | 62.9 | 0.003 |' in text
-    assert '- 4 GPUs (kdn-1.3b-diagonal): the machine has 2 GPUs' in text
+    assert '- Pretraining, 4 GPUs (kdn-1.3b-diagonal): the machine has 2 GPUs' in text
     assert '`python -m benchmarks.pretraining run --train-tokens 2e+08 --batch-tokens 65536 --rows 4` on one Some Card' in text
     assert 'from 5.50 to 3.375 nats per byte' in text and '![Loss](pretraining-run_Some-Card.png)' in text
     # the end of the sample is that of its block
