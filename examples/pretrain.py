@@ -173,13 +173,16 @@ def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
     ]
     for gpus in GPUS:
         micro = min(rows, args.batch_tokens // gpus)
+        if args.batch_tokens // args.seq_len % gpus:
+            lines.append(f'{gpus:>6}   cannot share the {args.batch_tokens // args.seq_len} rows of a step')
+            continue
         memory = cost.memory(micro, gpus, args.parallel, args.checkpoints_activations, micro * gpus < args.batch_tokens)
         lines.append(f'{gpus:>6}{tokens / speed / gpus / 86400:>10.1f}{memory / GIB:>14.1f}')
     return '\n'.join(lines)
 
 
 def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
-    """The checkpoint to go on from: the one that is named, or the newest whole one of the run."""
+    """The checkpoint to go on from: the newest whole one of the run, or if there is none, the one that is named."""
     whole = checkpoints(args.output_dir)
     if args.resume_from_checkpoint:
         path = Path(args.resume_from_checkpoint)
@@ -190,9 +193,9 @@ def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
                 f'--resume_from_checkpoint: {args.output_dir} has a later checkpoint, {whole[-1].name}, which would count as '
                 'that of the new run; give that another --output_dir.',
             )
-    elif whole:
+    if whole:
         path = whole[-1]
-    else:
+    elif not args.resume_from_checkpoint:
         return None
     stored = json.loads((path / DATA).read_text())['settings']
     different = [f'{key} was {stored.get(key)} and is now {x}' for key, x in settings.items() if stored.get(key) != x]

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer
 
 from fla_kdn.models.optim import DecayByNameMixin
 from pretraining.health import measure_health
@@ -120,6 +121,14 @@ class Save:
         return self.folder.with_name(PARTIAL + self.folder.name)
 
 
+class ConsoleLog(PrinterCallback):
+    """Transformers' own has four digits, too few to compare runs by."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_local_process_zero:
+            print({key: f'{x:.7g}' if isinstance(x, float) else x for key, x in logs.items() if key != 'total_flos'})
+
+
 class PretrainingTrainer(DecayByNameMixin, Trainer):
     """
     A `Trainer` on :class:`Batches`.
@@ -132,6 +141,8 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
 
     def __init__(self, *args, batches: Batches, settings: dict, **kwargs):
         super().__init__(*args, **kwargs)
+        if self.pop_callback(PrinterCallback):
+            self.add_callback(ConsoleLog)
         self.batches = batches
         # what has to stay the same when the run goes on
         self.settings = settings
@@ -323,9 +334,20 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
             return
         # how often to log and to save is this command's, and not the checkpoint's
         self.state.compute_steps(self.args, self.args.max_steps)
-        optimizer = self._bare_optimizer()
+        optimizer, scheduler = self._bare_optimizer(), self.lr_scheduler
+        # nor are learning rate, weight decay and betas
+        options = [{key: x for key, x in group.items() if key not in ('params', 'lr')} for group in optimizer.param_groups]
         state = {'optimizer': get_optimizer_state_dict(self.model, optimizer)}
         dcp.load(state, checkpoint_id=Path(checkpoint, WEIGHTS))
         set_optimizer_state_dict(self.model, optimizer, state['optimizer'])
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+        scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+        for group, mine in zip(optimizer.param_groups, options, strict=True):
+            group.update(mine)
+        # all of transformers' schedules but those that follow a metric
+        if isinstance(scheduler, LambdaLR):
+            scheduler.base_lrs = [group['initial_lr'] for group in optimizer.param_groups]
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+            for group, lr in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+                group['lr'] = lr
         self.batches.load_positions(json.loads(Path(checkpoint, DATA).read_text())['lanes'])

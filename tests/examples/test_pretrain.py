@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / 'examples'))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -264,6 +265,10 @@ def run_all(folder: Path) -> None:
     run('renamed')
     copy('one', 'other-steps')
     run('other-steps', save_steps=3)
+    copy('one', 'other-rate')
+    run('other-rate', learning_rate=1e-6, weight_decay=0)
+    for _ in range(2):
+        run('again', resume_from_checkpoint=folder / 'one' / 'checkpoint-4')
     run('failed-once', 2, fail_on_one_process, parallel='ddp')
     run('nan', 2, lose_a_number, parallel='ddp')
     run('full', prepare=fill_the_disk)
@@ -377,6 +382,25 @@ def test_a_checkpoint_that_is_written_counts(folder):
     assert f'going on from {folder / "renamed" / "checkpoint-4"}' in (folder / 'renamed.log').read_text()
     assert losses(folder / 'renamed') == losses(folder / 'one')
     assert sorted(x.name for x in (folder / 'renamed').iterdir()) == ['checkpoint-2', 'checkpoint-4', 'checkpoint-6']
+
+
+def test_rate_and_decay_are_the_commands(folder):
+    """Those of the checkpoint would bring a run that has stopped for a NaN to it again."""
+    rates = [entry['learning_rate'] for entry in history(folder / 'other-rate')]
+    want = [entry['learning_rate'] for entry in history(folder / 'one')]
+    assert rates[:2] == want[:2] and rates[2:] == pytest.approx([x * 1e-6 / OPTIONS['learning_rate'] for x in want[2:]])
+    weights = folder / 'other-rate' / 'checkpoint-6' / 'distcp'
+    names = dcp.FileSystemReader(weights).read_metadata().state_dict_metadata
+    state = {name: 1. for name in names if name.endswith('.weight_decay')}
+    dcp.load(state, checkpoint_id=weights)
+    assert state and set(state.values()) == {0.}
+
+
+def test_the_same_command_goes_on_from_the_newest_checkpoint(folder):
+    """Also if it has named one of another run to begin with."""
+    log = (folder / 'again.log').read_text()
+    assert f'going on from {folder / "one" / "checkpoint-4"}' in log
+    assert f'{folder / "again" / "checkpoint-6"} is the end of this run' in log
 
 
 def test_tidy(folder, tmp_path):

@@ -231,6 +231,9 @@ def test_dry_run(capsys):
     assert any('190,734 steps of 524,288' in line for line in lines)
     days = {int(line.split()[0]): float(line.split()[1]) for line in lines[-4:]}
     assert days[8] == pytest.approx(100e9 / 50000 / 8 / 86400, abs=0.06)
+    # a run on 64 GPUs would be refused
+    assert pretrain.main(['--model=kdn-tiny-isotropic', '--dry_run', '--batch_tokens=65536', '--train_tokens=1e6']) == 0
+    assert capsys.readouterr().out.splitlines()[-1].strip() == '64   cannot share the 16 rows of a step'
 
 
 def test_recipe(tmp_path):
