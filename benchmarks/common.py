@@ -37,13 +37,16 @@ def reason_of(error: BaseException) -> str:
 
 
 def find_commit() -> str | None:
-    """The commit that is checked out, marked if files differ from it; `None` outside a repository."""
-    command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+    """The commit that is checked out, marked if code differs from it, results aside; `None` outside a repository."""
+    def git(*words: str) -> str:
+        root = Path(__file__).parents[1]
+        return subprocess.run(['git', *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
+        changed = git('status', '--porcelain', '--untracked-files=no', '--', '.', ':!benchmarks/results', ':!README.md')
+        return git('rev-parse', 'HEAD') + ('-dirty' if changed else '')
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip() or None
 
 
 def module_versions(*names: str) -> dict[str, str]:

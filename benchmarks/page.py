@@ -228,7 +228,7 @@ def load(results: Path, pattern: str) -> dict[Path, dict]:
 def scaling_section(content: dict) -> str:
     """Speed and memory of `examples/pretrain.py` by model and number of GPUs, and how far losses are from those on one."""
     rows, settings = content['rows'], content['settings']
-    most = str(max(row['gpus'] for row in rows))
+    most = str(max((row['gpus'] for row in rows if 'losses' in row), default=0))
     alone = {row['model']: row['losses'] for row in rows if row['gpus'] == 1 and 'losses' in row}
     lines = []
     for row in rows:
@@ -250,7 +250,9 @@ def scaling_section(content: dict) -> str:
     ]
     if failed := [row for row in rows if 'error' in row]:
         parts += ['### Without numbers', reasons(
-            ('Pretraining', f'{row["gpus"]} GPU{"s" if row["gpus"] > 1 else ""}', row['model'], row['error']) for row in failed
+            # of what a run has printed the last line, which tells its error
+            ('Pretraining', f'{row["gpus"]} GPU{"s" if row["gpus"] > 1 else ""}', row['model'],
+             first_sentences(row['error'].strip().splitlines()[-1])) for row in failed
         )]
     return '\n\n'.join(parts)
 

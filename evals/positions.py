@@ -155,6 +155,9 @@ def main(argv: list[str] | None = None) -> None:
                 **bucket(losses, edges),
             }
             write_json(args.output / 'positions.json', content)
+            del model
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             first, last = (content['models'][path]['perplexity'][i] for i in (0, -1))
             console.print(f'{path}: perplexity {first:.2f} at the start, {last:.2f} at the end of {len(windows)} windows',
                           highlight=False, soft_wrap=True)

@@ -52,7 +52,8 @@ def measure(
         try:
             yield
         except Exception as error:
-            failures[mixer] = error
+            # without what its frames hold, which would be in the memory of the others
+            failures[mixer] = error.with_traceback(None)
 
     inputs, targets = (x.to(device) for x in next(text.batches(preset.language, preset.seq_len, seed=0)))
     for mixer, folder in folders.items():

@@ -160,6 +160,7 @@ class Worker:
     """A process, this end of its connection, and what it is at."""
     process: multiprocessing.Process
     connection: Connection
+    device: torch.device
     order: Run | Warm | None = None
 
 
@@ -170,7 +171,6 @@ class Workers:
     count: int
     devices: list[torch.device]
     running: list[Worker] = field(default_factory=list)
-    started: int = 0
 
     def __enter__(self) -> Workers:
         for _ in range(self.count):
@@ -185,15 +185,14 @@ class Workers:
             worker.process.join(max(0, end - time.monotonic()))
 
     def start(self) -> None:
-        device = self.devices[self.started % len(self.devices)]
-        self.started += 1
+        device = min(self.devices, key=lambda device: sum(worker.device == device for worker in self.running))
         context = multiprocessing.get_context('spawn')
         here, there = context.Pipe()
         process = context.Process(target=work, args=(replace(self.job, device=device), there), daemon=True)
         process.start()
         # a closed end is how death is told
         there.close()
-        self.running.append(Worker(process, here))
+        self.running.append(Worker(process, here, device))
 
     def do(self, orders: list[Run | Warm], deadline: float, watcher: Watcher) -> Iterator[Outcome]:
         """Carry out orders until the deadline, a time of `time.monotonic`; what is not over then is left.

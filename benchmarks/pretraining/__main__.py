@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.common import find_commit, load_rows, module_versions, result_path, write_json
 from benchmarks.compare.data import read_documents, read_sources
 from examples.pretraining.shapes import GIB, costs, make_config, meta_model
+from fla_kdn.models.compat import fix_fla_generation
 
 matplotlib.use('Agg')
 
@@ -127,15 +128,17 @@ def pretrain(
     gpus = visible_gpus()
     environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': ','.join(gpus[i] for i in devices), 'PYTHONUNBUFFERED': '1'}
     environment.setdefault('OMP_NUM_THREADS', '4' if devices else '1')
-    steps, tail = [], []
+    steps, tail, is_over = [], [], False
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
+        # torchrun tells at length that a process failed, after that process has told why
+        is_over = is_over or 'torch/distributed/elastic' in line
         if step := parse_log(line):
             steps.append(step)
             if math.log2(len(steps)).is_integer() or len(steps) % 50 == 0:
                 say(f'{model} on {max(1, len(devices))}: step {len(steps)}, loss {step["loss"]:.3f}, '
                     f'{step["tokens_per_second_per_gpu"]:,.0f} tokens/s each, {step["memory_gib"]:.1f} GiB')
-        else:
+        elif not is_over:
             tail = [*tail[-19:], line]
     if process.wait():
         raise RuntimeError(f'{shlex.join(command)} ended with {process.returncode}:\n{"".join(tail)}')
@@ -193,8 +196,12 @@ def scale(
             finally:
                 groups.put(devices)
 
-        with ThreadPoolExecutor(groups.qsize()) as pool:
+        pool = ThreadPoolExecutor(groups.qsize())
+        try:
             yield from (turn.result() for turn in as_completed([pool.submit(take_turn, model) for model in models]))
+        finally:
+            # those that wait do not begin if this was interrupted
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def train_and_write(args: argparse.Namespace, data: Path, folder: Path, say: Callable[[str], None]) -> dict:
@@ -211,6 +218,7 @@ def train_and_write(args: argparse.Namespace, data: Path, folder: Path, say: Cal
     checkpoint = max((folder / 'run').glob('checkpoint-*'), key=lambda path: int(path.name.partition('-')[2]))
     subprocess.run([sys.executable, str(SCRIPT), 'export', str(checkpoint), str(folder / 'model')], check=True)
     device = 'cuda' if devices else 'cpu'
+    fix_fla_generation()
     model = AutoModelForCausalLM.from_pretrained(folder / 'model').to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / 'model')
     inputs = tokenizer(PROMPT, return_tensors='pt', add_special_tokens=False).to(device)
@@ -293,4 +301,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit('interrupted; scaling goes on with --resume')

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from dataclasses import replace
 from importlib import import_module
 
@@ -325,6 +327,21 @@ def test_a_mixer_that_fails_is_reported_and_the_others_go_on(compare, monkeypatc
         assert 'not on this machine' in (tmp_path / 'out' / name).read_text()
     assert 'Gated DeltaNet, recall seed 0: RuntimeError: not on this machine' in capsys.readouterr().out
     assert compare('--steps', '1', '--mixers', 'kdn-isotropic') == 1
+
+
+def test_a_model_that_could_not_be_measured_takes_no_memory(compare, monkeypatch, tmp_path):
+    alive, models = [], []
+
+    def failing(model, *_):
+        gc.collect()
+        alive.append(sum(x() is not None for x in models))
+        models.append(weakref.ref(model))
+        raise RuntimeError('too large')
+
+    monkeypatch.setattr(measure, 'train_step', failing)
+    assert compare('--steps', '1', '--mixers', 'kda', 'kdn-diagonal', '--tasks', 'language') == 0
+    assert alive == [0] * 4
+    assert {x['reason'] for x in read_results(tmp_path)['failures']} == {'RuntimeError: too large'}
 
 
 def test_no_run_begins_after_the_deadline(compare, trained, tmp_path, capsys):

@@ -88,9 +88,17 @@ def make_job(tmp_path):
     return make
 
 
+class CountingWorkers(Workers):
+    started = 0
+
+    def start(self):
+        self.started += 1
+        super().start()
+
+
 def carry_out(job, orders, count, seconds=math.inf):
     notes = Notes()
-    with Workers(job, count, [job.device]) as pool:
+    with CountingWorkers(job, count, [job.device]) as pool:
         outcomes = {outcome.order: outcome for outcome in pool.do(orders, time.monotonic() + seconds, notes)}
     assert not any(worker.process.is_alive() for worker in pool.running)
     return outcomes, notes, pool.started
@@ -139,6 +147,14 @@ def test_orders_added_after_a_failure_are_carried_out(make_job):
             if outcome.order == failing:
                 orders.append(added)
     assert [outcome.order for outcome in outcomes] == [failing, added] and outcomes[1].result
+
+
+def test_a_process_in_place_of_a_failed_one_has_its_device(make_job):
+    job, devices = make_job('raise'), [torch.device('cpu'), torch.device('cpu', 0)]
+    orders = [Run('kda', 'recall', 0), Run('raise', 'recall', 0), Run('kda', 'recall', 1)]
+    with Workers(job, 2, devices) as pool:
+        assert len(list(pool.do(orders, math.inf, Notes()))) == 3
+        assert {worker.device for worker in pool.running} == set(devices)
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_names_of_all_ops_and_mixers():
 
 def test_pretraining(root):
     _, text, _ = run(root)
-    assert '`python -m benchmarks.pretraining scaling --models kdn-1.3b-diagonal --gpus 1 2 4` on 4 Some Card, 400 s.' in text
+    assert '`python -m benchmarks.pretraining scaling --models kdn-1.3b-diagonal --gpus 1 2 4` on 2 Some Card, 400 s.' in text
     assert '| kdn-1.3b-diagonal | 1 | 45,679 | 39.1% | 61.2 | 62.9 | – |' in text
     assert '| kdn-1.3b-diagonal | 2 | 45,679 | 39.1% | 61.2 | 62.9 | 0.003 |' in text
     assert '- Pretraining, 4 GPUs (kdn-1.3b-diagonal): the machine has 2 GPUs' in text

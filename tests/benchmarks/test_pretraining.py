@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.pretraining import __main__ as pretraining
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
 STEP = "{'loss': '2.5', 'grad_norm': '1.5', 'tokens': 2048, 'tokens_per_second_per_gpu': '1e+04', 'memory_gib': '0.7'}"
 # in place of pretrain.py: says on which GPUs it runs, and that is its loss
 FAKE = f"""
@@ -110,6 +110,35 @@ def test_an_interrupted_benchmark_leaves_what_it_has(fake, monkeypatch):
         scale(fake, '--models', 'kdn-tiny-diagonal', 'kda-tiny', '--gpus', '1')
     path, = fake.glob('pretraining-scaling_*.json')
     assert [row['model'] for row in json.loads(path.read_text())['rows']] == ['kdn-tiny-diagonal']
+
+
+def test_a_run_tells_why_it_failed(fake):
+    """And not what torchrun says of it."""
+    summary = 'E1130 torch/distributed/elastic/multiprocessing/api.py: failed\\n' + 30 * 'root cause\\n'
+    fake.joinpath('fake.py').write_text(f"import sys; print('OutOfMemoryError: too large'); sys.exit('{summary}')")
+    assert pretraining.main(['scaling', f'--out={fake}', '--models', 'kda-tiny', '--gpus', '1']) == 1
+    path, = fake.glob('pretraining-scaling_*.json')
+    row, = json.loads(path.read_text())['rows']
+    assert row['error'].strip().splitlines()[-1] == 'OutOfMemoryError: too large'
+
+
+def test_an_interruption_begins_no_other_run(fake):
+    """A run that is at it ends by the same signal."""
+    fake.joinpath('fake.py').write_text(
+        "import os, pathlib, signal, time\n"
+        f"pathlib.Path({str(fake)!r}, str(os.getpid())).touch()\n"
+        "time.sleep(1)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+    )
+    command = [sys.executable, '-c', (
+        'import sys, torch; torch.cuda.device_count = lambda: 1\n'
+        'from benchmarks.pretraining import __main__ as pretraining\n'
+        f'pretraining.SCRIPT = {str(fake / "fake.py")!r}\n'
+        f'pretraining.main(["scaling", "--out={fake}", "--models", "kda-tiny", "kdn-tiny-diagonal", "--gpus", "1"])\n'
+    )]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert 'KeyboardInterrupt' in process.stderr
+    assert len([path for path in fake.iterdir() if path.name.isdecimal()]) == 1
 
 
 def test_resume(fake, monkeypatch, capsys):

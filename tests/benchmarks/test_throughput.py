@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -214,6 +215,27 @@ def test_times_beside_other_processes_are_not_kept(tmp_path, monkeypatch, listed
     assert rows == [{'error': error} if error else {}, {'error': 'failed'}]
     monkeypatch.setenv('PATH', '')
     reject_beside_others(rows, torch.device('cuda'))
+
+
+def test_results_leave_the_commit_as_it_is(tmp_path, monkeypatch):
+    """An interrupted run whose results are tracked can be resumed."""
+    def git(*words):
+        return subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x', *words], cwd=tmp_path, check=True,
+                              capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / 'benchmarks' / 'results').mkdir(parents=True)
+    for name in ('benchmarks/common.py', 'benchmarks/results/a.json', 'README.md'):
+        (tmp_path / name).write_text('one')
+    monkeypatch.setattr(common, '__file__', str(tmp_path / 'benchmarks' / 'common.py'))
+    assert common.find_commit() is None
+    git('init')
+    git('add', '.')
+    git('commit', '-m', 'one')
+    for name in ('benchmarks/results/a.json', 'README.md', 'benchmarks/new.py'):
+        (tmp_path / name).write_text('two')
+    assert common.find_commit() == git('rev-parse', 'HEAD')
+    (tmp_path / 'benchmarks' / 'common.py').write_text('two')
+    assert common.find_commit() == git('rev-parse', 'HEAD') + '-dirty'
 
 
 @pytest.fixture
