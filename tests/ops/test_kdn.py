@@ -233,6 +233,15 @@ def test_no_tokens(fn, covariance, cu_seqlens, state_v_first):
     assert fn(**fresh, **options | {'output_final_state': False})[1:] == (None, None)
 
 
+@pytest.mark.parametrize('covariance', COVARIANCES)
+@pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn, naive_recurrent_kdn])
+def test_no_rows(fn, covariance):
+    inputs = make_inputs(covariance, B=0, T=20, N=0, dtype=torch.float32)
+    outputs = fn(**inputs, covariance=covariance, output_final_state=True)
+    for x, name in zip(outputs, ('v', 'initial_state', 'initial_cov'), strict=True):
+        assert x.shape == inputs[name].shape, name
+
+
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('covariance', COVARIANCES)
 @pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn])

@@ -212,7 +212,11 @@ def test_exact_filter():
         ({'omega': -inputs['omega']}, '`omega` must not be negative'),
         ({'r': 0 * inputs['r']}, '`r` must be positive'),
         ({'v': inputs['v'][:, :, :3]}, 'multiple of the number of query heads'),
-        ({'initial_cov': full['initial_cov'][:1]}, '`initial_cov` must have shape'),
+        ({'initial_cov': full['initial_cov'][:1]}, r'`initial_cov` must have shape \[HV\] or \[B, HV, K, K\] = '),
+        ({'initial_cov': full['initial_cov'][0]}, r'`initial_cov` must have shape \[HV\] or \[B, HV, K, K\] = '),
+        ({'initial_cov': full['initial_cov'][..., :1]}, r'`initial_cov` must have shape \[HV\] or \[B, HV, K, K\] = '),
+        ({'initial_cov': full['initial_cov'].where(full['initial_cov'] != 0, math.nan)}, '`initial_cov` must be finite'),
+        ({'initial_cov': -full['initial_cov']}, '`initial_cov` must be finite, and its diagonal not negative'),
         ({'initial_state': inputs['initial_state'][:1]}, 'number of initial states'),
     ]:
         with pytest.raises(ValueError, match=match):

@@ -581,6 +581,15 @@ def test_noncontiguous_inputs(covariance):
             assert torch.equal(x, want[name]), name
 
 
+def test_no_second_derivatives():
+    """The PyTorch form has them; here a gradient of a gradient must not look like one."""
+    inputs = {name: x.to(DEVICE).requires_grad_() for name, x in make_inputs(T=17, **SHAPE, dtype=DTYPE).items()}
+    outputs = chunk_kdn(**inputs)
+    gradients = torch.autograd.grad(outputs[0].float().square().sum(), list(inputs.values()), create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'):
+        sum(x.float().square().sum() for x in gradients).backward()
+
+
 @pytest.mark.parametrize('cu_seqlens', [None, [0, 0, 0]], ids=['dense', 'varlen'])
 @pytest.mark.parametrize('covariance', COVARIANCES)
 @pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from fla.ops.utils.index import prepare_chunk_indices
 from fla.utils import autocast_custom_bwd, autocast_custom_fwd, input_guard
+from torch.autograd.function import once_differentiable
 
 # as a module: it needs `fla_kdn.ops` to be imported, too
 import fla_kdn.backends.torch.delta_rule as delta_rule
@@ -126,6 +127,7 @@ class ChunkKDNFunction(torch.autograd.Function):
         return o, ht, gain.pt, gain.variances, squared_innovation
 
     @staticmethod
+    @once_differentiable
     @input_guard
     @autocast_custom_bwd
     def backward(ctx, do: torch.Tensor, dht: torch.Tensor | None, dpt: torch.Tensor | None, *_):
@@ -235,7 +237,6 @@ def per_key(s: torch.Tensor, state_v_first: bool) -> torch.Tensor:
     return s.unsqueeze(-2 if state_v_first else -1)
 
 
-
 def run_kdn(
     kernels: Callable,
     q: torch.Tensor,
@@ -289,8 +290,8 @@ def run_kdn(
         r_min=r_min,
         output_uncertainty=output_uncertainty,
     )
-    (T, _, K), (HV, V) = q.shape[1:], v.shape[2:]
-    if T == 0:
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    if B == 0 or T == 0:
         nothing = r.new_empty(r.shape, dtype=compute_dtype(q))
         uncertainty = [make_uncertainty(*[nothing] * 4, V, output_uncertainty)] if output_uncertainty else []
         if not output_final_state:
@@ -426,7 +427,7 @@ def chunk_kdn(
             Memory before the first token, fp32, `[N, HV, K, V]` for `N` sequences. Default: `None`, zeros.
         initial_cov (torch.Tensor, Optional):
             Covariance before the first token, fp32: a prior of each head `[HV]`, or one carried over, `[N, HV, K]` (diagonal)
-            or `[N, HV]` (isotropic). Default: `None`, a prior of 1.
+            or `[N, HV]` (isotropic). On a GPU a gradient is left out where it is 0. Default: `None`, a prior of 1.
         output_final_state (bool, Optional):
             Whether to return memory and covariance after the last token. Given to the next call as `initial_state` and
             `initial_cov`, they continue the sequence. Default: `False`.
@@ -467,12 +468,13 @@ def chunk_kdn(
         o (torch.Tensor):
             Outputs of shape `[B, T, HV, V]`, in the type of `v`.
         final_state (torch.Tensor | None):
-            Memory after the last token, fp32, in the layout of `initial_state`; `None` unless `output_final_state`.
+            Memory after the last token, in the layout of `initial_state`, fp32 (float64 for float64 inputs); `None` unless
+            `output_final_state`.
         final_cov (torch.Tensor | None):
-            Covariance after the last token, fp32, `[N, HV, K]` or `[N, HV]`; `None` unless `output_final_state`.
+            Covariance after the last token, `[N, HV, K]` or `[N, HV]`, in the same type; `None` unless `output_final_state`.
         uncertainty (KDNUncertainty):
             Write strength, variances and log-likelihood of each token; only if `output_uncertainty`. They have no gradient,
-            as they have in `naive_recurrent_kdn`.
+            unlike those of `naive_recurrent_kdn`.
 
     Raises:
         ValueError: if an argument has a wrong shape, type or value. Values (NaN, `omega < 0`, `r <= 0`, the contents of

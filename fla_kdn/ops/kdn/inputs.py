@@ -132,12 +132,12 @@ def check_inputs(
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f'`q`, `k` and `v` must have one floating-point type; got {q.dtype}, {k.dtype} and {v.dtype}.')
     diagonal = covariance == 'diagonal'
-    _check_shape('g', g, (B, T, HV, K), '[B, T, HV, K]')
+    check_shape('g', g, (B, T, HV, K), '[B, T, HV, K]')
     if diagonal:
-        _check_shape('omega', omega, (B, T, HV, K), "[B, T, HV, K] (covariance='diagonal')")
+        check_shape('omega', omega, (B, T, HV, K), "[B, T, HV, K] (covariance='diagonal')")
     else:
-        _check_shape('omega', omega, (B, T, HV), "[B, T, HV] (covariance='isotropic')")
-    _check_shape('r', r, (B, T, HV), '[B, T, HV]')
+        check_shape('omega', omega, (B, T, HV), "[B, T, HV] (covariance='isotropic')")
+    check_shape('r', r, (B, T, HV), '[B, T, HV]')
 
     check_cu_seqlens(cu_seqlens, B, T, check_values)
     N = num_sequences(q, cu_seqlens)
@@ -148,26 +148,26 @@ def check_inputs(
                 f'i.e., {N} rather than {initial_state.shape[0]}.',
             )
         shape, names = ((N, HV, V, K), '[N, HV, V, K]') if state_v_first else ((N, HV, K, V), '[N, HV, K, V]')
-        _check_shape('initial_state', initial_state, shape, names)
+        check_shape('initial_state', initial_state, shape, names)
         _check_state_dtype('initial_state', initial_state, q)
     if initial_cov is not None:
         if initial_cov.ndim == 1:
-            _check_shape('initial_cov', initial_cov, (HV,), '[HV]')
+            check_shape('initial_cov', initial_cov, (HV,), '[HV]')
         else:
             shape, names = ((N, HV, K), '[N, HV, K]') if diagonal else ((N, HV), '[N, HV]')
-            _check_shape('initial_cov', initial_cov, shape, f'[HV] or {names} (covariance={covariance!r})')
+            check_shape('initial_cov', initial_cov, shape, f'[HV] or {names} (covariance={covariance!r})')
         _check_state_dtype('initial_cov', initial_cov, q)
 
     if isinstance(info_scale, torch.Tensor):
-        _check_shape('info_scale', info_scale, (HV,), '[HV]')
+        check_shape('info_scale', info_scale, (HV,), '[HV]')
     elif info_scale is not None and not 0 < info_scale < float('inf'):
         raise ValueError(f'`info_scale` must be positive and finite, got {info_scale}.')
     if use_gate_in_kernel:
         if A_log is None:
             raise ValueError('`A_log` must be provided when `use_gate_in_kernel=True`.')
-        _check_shape('A_log', A_log, (HV,), '[HV]')
+        check_shape('A_log', A_log, (HV,), '[HV]')
         if dt_bias is not None:
-            _check_shape('dt_bias', dt_bias, (HV * K,), '[HV * K]')
+            check_shape('dt_bias', dt_bias, (HV * K,), '[HV * K]')
     elif A_log is not None or dt_bias is not None:
         raise ValueError('`A_log` and `dt_bias` are only used with `use_gate_in_kernel=True`.')
     if lower_bound is not None:
@@ -214,7 +214,7 @@ def _are_values_checked(x: torch.Tensor) -> bool:
     return x.device.type == 'cpu' or os.environ.get('FLA_KDN_DEBUG') == '1'
 
 
-def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], names: str) -> None:
+def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], names: str) -> None:
     if x.shape != shape:
         raise ValueError(f'`{name}` must have shape {names} = {list(shape)}, got {list(x.shape)}.')
 

@@ -34,6 +34,7 @@ import torch
 from fla_kdn.ops.kdn.inputs import (
     MIN_COVARIANCE,
     check_inputs,
+    check_shape,
     compute_dtype,
     expand_cov,
     expand_info_scale,
@@ -138,7 +139,7 @@ def naive_recurrent_exact_kdn(
         `o` `[B, T, HV, V]`, if `output_final_state` the memory `[B, HV, K, V]` and the covariance `[B, HV, K, K]`, and if
         `output_uncertainty` a :class:`KDNUncertainty`.
     """
-    full_cov = initial_cov is not None and initial_cov.ndim == 4
+    full_cov = initial_cov is not None and initial_cov.ndim != 1
     check_inputs(
         q=q,
         k=k,
@@ -147,7 +148,7 @@ def naive_recurrent_exact_kdn(
         omega=omega,
         r=r,
         initial_state=initial_state,
-        initial_cov=initial_cov.diagonal(dim1=-2, dim2=-1) if full_cov else initial_cov,
+        initial_cov=None if full_cov else initial_cov,
         covariance='diagonal',
         info_scale=None,
         use_gate_in_kernel=False,
@@ -161,6 +162,10 @@ def naive_recurrent_exact_kdn(
         check_values=True,
     )
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    if full_cov:
+        check_shape('initial_cov', initial_cov, (B, HV, K, K), '[HV] or [B, HV, K, K]')
+        if not initial_cov.isfinite().all() or (initial_cov.diagonal(dim1=-2, dim2=-1) < 0).any():
+            raise ValueError('`initial_cov` must be finite, and its diagonal not negative.')
     dtype, o_dtype = compute_dtype(q), v.dtype
     scale = K ** -0.5 if scale is None else scale
     q, k = (x.to(dtype).repeat_interleave(HV // H, dim=2) for x in (q, k))
