@@ -49,9 +49,15 @@ def resolve_padding_and_packing(
     check_mask(attention_mask, B, T)
     if attention_mask is not None:
         attention_mask = attention_mask[:, -T:]
-        if attention_mask.is_floating_point() and not ((attention_mask == 0) | (attention_mask == 1)).all():
-            raise ValueError('attention_mask must be a 0-1 matrix (0 indicating padding), not one that is added to scores.')
-        if attention_mask.all():
+        ones = attention_mask == 1
+        # one wait for the device
+        is_full, is_mask = torch.stack((ones.all(), (ones | (attention_mask == 0)).all())).tolist()
+        if not is_mask:
+            raise ValueError(
+                'attention_mask must be a 0-1 matrix (0 indicating padding), neither one that is added to scores nor numbers '
+                'of documents, whose borders `cu_seqlens` or `position_ids` tell.',
+            )
+        if is_full:
             attention_mask = None
         elif cu_seqlens is not None:
             raise ValueError('attention_mask marks padding in a packed batch: leave out the padding, or `cu_seqlens`.')

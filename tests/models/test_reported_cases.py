@@ -558,6 +558,12 @@ def test_mask_that_is_added():
             make_model()(make_ids(1, 3), attention_mask=mask)
 
 
+@pytest.mark.parametrize('mask', [[1, 1, 2], [0, 1, 2], [0, 1, -1]], ids=str)
+def test_mask_that_numbers_documents(mask):
+    with pytest.raises(ValueError, match='nor numbers of documents'):
+        make_model()(make_ids(1, 3), attention_mask=torch.tensor([mask]))
+
+
 @pytest.mark.parametrize('options', KINDS)
 @torch.no_grad()
 def test_lengths_changed_in_place(options):
