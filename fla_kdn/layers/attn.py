@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
-from fla.layers.utils import get_layer_cache, update_layer_cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
-from fla_kdn.layers.utils import check_mask
+from fla_kdn.layers.utils import check_mask, get_layer_cache, update_layer_cache
 from fla_kdn.ops.kdn.inputs import check_cu_seqlens
 
 if TYPE_CHECKING:

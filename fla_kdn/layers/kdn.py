@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn as nn
 from einops import rearrange
-from fla.layers.utils import get_layer_cache, repad_hidden_states, unpad_hidden_states, update_layer_cache
+from fla.layers.utils import repad_hidden_states, unpad_hidden_states
 from fla.modules import FusedRMSNormGated, ShortConvolution
 from torch.nn import functional as F
 
-from fla_kdn.layers.utils import check_mask
+from fla_kdn.layers.utils import check_mask, get_layer_cache, update_layer_cache
 from fla_kdn.ops.kdn import KDNUncertainty, chunk_kdn, fused_recurrent_kdn
 from fla_kdn.ops.kdn.gain import CovarianceScan
 from fla_kdn.ops.kdn.inputs import (
@@ -67,8 +67,10 @@ def check_options(
         raise ValueError(f'lower_bound={lower_bound} is the floor of the log decay under safe_gate=True; got safe_gate=False.')
     if lower_bound is not None and not LOWER_BOUND <= lower_bound < 0:
         raise ValueError(f'lower_bound={lower_bound} must be in the safe range [{LOWER_BOUND:g}, 0).')
-    if not math.isclose(head_dim * expand_v, int(head_dim * expand_v), rel_tol=1e-5):
+    if not math.isclose(head_dim * expand_v, round(head_dim * expand_v), rel_tol=1e-5):
         raise ValueError(f'expand_v={expand_v} times head_dim={head_dim} must be an integer, got {head_dim * expand_v}.')
+    if num_heads < 1:
+        raise ValueError(f'num_heads={num_heads} must be positive.')
     if num_v_heads < num_heads or num_v_heads % num_heads != 0:
         raise ValueError(f'num_v_heads={num_v_heads} must be a multiple of num_heads={num_heads}.')
 
@@ -176,7 +178,7 @@ class KalmanDeltaNet(nn.Module):
         self.num_v_heads = num_v_heads if num_v_heads is not None else num_heads
 
         self.head_k_dim = head_dim
-        self.head_v_dim = int(head_dim * expand_v)
+        self.head_v_dim = round(head_dim * expand_v)
         self.key_dim = self.num_heads * self.head_k_dim
         self.value_dim = self.num_v_heads * self.head_v_dim
         self.gate_dim = self.num_v_heads * self.head_k_dim
@@ -319,7 +321,7 @@ class KalmanDeltaNet(nn.Module):
         q, k = (rearrange(x, '... (h d) -> ... h d', d=self.head_k_dim) for x in (q, k))
         v = rearrange(v, '... (h d) -> ... h d', d=self.head_v_dim)
         g = rearrange(self.f_proj(hidden_states), '... (h d) -> ... h d', d=self.head_k_dim)
-        noise = self.noise(hidden_states)
+        noise_arguments = self.noise(hidden_states)
 
         memory, cov = last_state.get('recurrent_state') or (None, self.prior_covariance())
         kdn = chunk_kdn if mode == 'chunk' else fused_recurrent_kdn
@@ -328,7 +330,7 @@ class KalmanDeltaNet(nn.Module):
             k=k,
             v=v,
             g=g,
-            **noise,
+            **noise_arguments,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             initial_state=memory,

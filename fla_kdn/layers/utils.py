@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from fla.layers import utils
 
-if TYPE_CHECKING:
-    import torch
+# not compiled: a graph that knows the index of its layer would serve no other
+get_layer_cache = torch.compiler.disable(utils.get_layer_cache)
+update_layer_cache = torch.compiler.disable(utils.update_layer_cache)
 
 
 def check_mask(attention_mask: torch.Tensor | None, batch_size: int, seq_len: int) -> None:

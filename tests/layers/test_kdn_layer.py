@@ -256,6 +256,7 @@ def test_reset_parameters_keeps_what_was_loaded():
         pytest.param({'covariance': 'full'}, "covariance='full'", id='covariance'),
         pytest.param({'mode': 'parallel'}, "mode='parallel'", id='mode'),
         pytest.param({'expand_v': 1.3}, 'expand_v=1.3', id='expand-v'),
+        pytest.param({'num_heads': 0}, 'num_heads=0 must be positive', id='no-heads'),
         pytest.param({'num_v_heads': 3}, 'num_v_heads=3', id='v-heads-not-a-multiple'),
         pytest.param({'num_v_heads': 1}, 'num_v_heads=1', id='fewer-v-heads'),
         pytest.param({'r_min': 0.}, 'r_min=0', id='r-min-zero'),

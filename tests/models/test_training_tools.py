@@ -467,6 +467,23 @@ def test_compile(covariance):
     assert graphs.compiled == distinct
 
 
+@pytest.mark.parametrize('use_cache', [False, True])
+def test_layers_share_graphs_in_inference(use_cache):
+    """Also with a cache, which each layer asks for its own state."""
+    compiled = []
+    for num_layers in (2, 4):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        model = make_model(num_hidden_layers=num_layers).eval()
+        with torch.no_grad():
+            want = model(make_ids(2, 40), use_cache=use_cache).logits
+            got = torch.compile(model, backend=graphs)(make_ids(2, 40), use_cache=use_cache).logits
+        assert_close(got, want, 1e-6, 'logits')
+        compiled.append(graphs.compiled)
+    torch._dynamo.reset()
+    assert compiled[0] == compiled[1] > 0
+
+
 # ---- losses
 
 
