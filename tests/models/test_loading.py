@@ -15,13 +15,16 @@ import math
 import re
 import shutil
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import assert_close, rel
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from utils import OPTIONS, make_config, make_ids, make_model
 
@@ -390,6 +393,18 @@ def test_folder_of_another_process(tmp_path):
     shutil.rmtree(tmp_path)
     make_model().config.save_pretrained(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {'config.json', 'auto_kdn.py'}
+
+
+def test_a_configuration_is_pushed_with_its_code_file(tmp_path, monkeypatch):
+    uploads = []
+
+    def upload(self, folder, *args, **kwargs):
+        uploads.append({file.name for file in Path(folder).iterdir()})
+
+    monkeypatch.setattr(PreTrainedConfig, '_upload_modified_files', upload)
+    monkeypatch.setattr(huggingface_hub.HfApi, 'create_repo', lambda self, repo_id, **_: SimpleNamespace(repo_id=repo_id))
+    make_model().config.save_pretrained(str(tmp_path / 'mine'), push_to_hub=True)
+    assert uploads == [{'config.json', 'auto_kdn.py'}]
 
 
 def test_tags_are_not_shared():

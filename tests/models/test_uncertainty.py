@@ -252,6 +252,15 @@ def test_generate(options):
     assert not model._forward_hooks and not model.model._forward_hooks
 
 
+def test_generate_with_guidance():
+    """Whose processor calls the model for itself."""
+    model, ids = make_model(), make_ids(1, 9)
+    kwargs = {'max_new_tokens': 3, 'do_sample': False, 'pad_token_id': 0, 'guidance_scale': 1.5}
+    output = model.generate(ids, **kwargs, output_uncertainty=True, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(ids, **kwargs))
+    assert [x[1].write_strength.shape[1] for x in output.uncertainty] == [9, 1, 1]
+
+
 def test_errors():
     model, ids = make_model(), make_ids(1, 9)
     for kwargs in ({}, {'return_dict_in_generate': True, 'num_beams': 2}):

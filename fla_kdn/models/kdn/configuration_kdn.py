@@ -146,3 +146,8 @@ class KDNConfig(AttentionConfigBase, PreTrainedConfig):
         }
         super().save_pretrained(save_directory, **kwargs)
         shutil.copy(CODE_FILE, save_directory)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        # `save_pretrained(push_to_hub=True)` uploads what the parent has written
+        shutil.copy(CODE_FILE, working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)

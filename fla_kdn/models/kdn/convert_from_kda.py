@@ -157,7 +157,8 @@ def _set_noise(kda: KimiDeltaAttention, kdn: KalmanDeltaNet) -> None:
     kdn.r_proj.bias.fill_(math.log(COVARIANCE))
 
     keep = 1 / (1 + _info_scale(kdn) / kdn.head_k_dim)
-    a = (2 * _log_decay(kda, kdn, torch.zeros_like(kda.dt_bias).view(1, 1, -1))).exp()
+    f = kda.A_log.new_zeros(1, 1, kdn.num_v_heads, kdn.head_k_dim, dtype=torch.float32)
+    a = (2 * log_decay(f, kda.A_log.float(), kda.dt_bias.float(), kdn.safe_gate, kdn.lower_bound)).exp()
     omega = COVARIANCE * (1 - _pool(kdn, a) * keep)
     last = _last_projection(kdn)
     last.weight.zero_()
@@ -213,12 +214,6 @@ def _info_scale(kdn: KalmanDeltaNet) -> float:
 
 def _last_projection(kdn: KalmanDeltaNet) -> torch.nn.Linear:
     return kdn.omega_proj[-1] if kdn.covariance == 'diagonal' else kdn.omega_proj
-
-
-def _log_decay(kda: KimiDeltaAttention, kdn: KalmanDeltaNet, f: torch.Tensor) -> torch.Tensor:
-    """Log decay `[B, T, HV, K]` of KDN for outputs `f` `[B, T, HV * K]` of `f_proj`."""
-    f = f.float().unflatten(-1, (-1, kda.head_k_dim))
-    return log_decay(f, kda.A_log.float(), kda.dt_bias.float(), kdn.safe_gate, kdn.lower_bound)
 
 
 def _pool(kdn: KalmanDeltaNet, x: torch.Tensor) -> torch.Tensor:

@@ -364,7 +364,7 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         **kwargs,
     ):
         """transformers' `generate`. With `output_uncertainty` and `return_dict_in_generate` the output has a further field,
-        `uncertainty`, that of each step; the first is of the whole prompt."""
+        `uncertainty`: that of each forward pass over the sequence, the first of which reads the prompt, or a piece of it."""
         config = self.generation_config if generation_config is None else generation_config
 
         def option(name):
@@ -380,7 +380,13 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         if not option('return_dict_in_generate') or (option('num_beams') or 1) > 1:
             raise ValueError('`output_uncertainty` needs `return_dict_in_generate=True`, and one beam.')
         steps = []
-        handle = self.register_forward_hook(lambda *args: steps.append(args[-1].uncertainty))
+
+        def keep(*args):
+            # logits processors call the model, too
+            if (uncertainty := getattr(args[-1], 'uncertainty', None)) is not None:
+                steps.append(uncertainty)
+
+        handle = self.register_forward_hook(keep)
         try:
             output = super().generate(
                 inputs, generation_config, *args, output_uncertainty=output_uncertainty, **kwargs)
