@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fla_kdn import KDNConfig, KDNForCausalLM
-from fla_kdn.inspect import MEASURES, main, trace
+from fla_kdn.inspect import MEASURES, Trace, heat_maps, main, trace
 
 TEXT = 'one two </script> two\n<one> & two'
 WORDS = ['one', 'two', '</script>', '<one>', '&']
@@ -77,6 +77,12 @@ def test_page(folder, names, capsys):
         layers = 2 if name == 'hybrid' else 3
         assert all(len(rows) == layers and len(row) == 7 for rows in x['values'].values() for row in rows)
     assert page.count('<span data-t="2">&lt;/script&gt;</span>') == len(names)
+
+
+def test_long_text():
+    """Longer than what `quantile` takes."""
+    values = torch.arange(2 ** 24 + 8.).view(2, 4, -1)
+    heat_maps([Trace(*[None] * len(Trace._fields))._replace(name='x', layers=[0, 1], values=dict.fromkeys(MEASURES, values))])
 
 
 def test_sources_of_the_text(folder, monkeypatch, capsys):
