@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,12 +151,18 @@ def test_orders_added_after_a_failure_are_carried_out(make_job):
     assert [outcome.order for outcome in outcomes] == [failing, added] and outcomes[1].result
 
 
-def test_a_process_in_place_of_a_failed_one_has_its_device(make_job):
-    job, devices = make_job('raise'), [torch.device('cpu'), torch.device('cpu', 0)]
-    orders = [Run('kda', 'recall', 0), Run('raise', 'recall', 0), Run('kda', 'recall', 1)]
-    with Workers(job, 2, devices) as pool:
-        assert len(list(pool.do(orders, math.inf, Notes()))) == 3
-        assert {worker.device for worker in pool.running} == set(devices)
+def test_a_process_in_place_of_a_failed_one_has_its_device(make_job, monkeypatch):
+    process = SimpleNamespace(start=lambda: None)
+    connection = SimpleNamespace(close=lambda: None)
+    context = SimpleNamespace(Pipe=lambda: (connection, connection), Process=lambda **_: process)
+    monkeypatch.setattr(multiprocessing, 'get_context', lambda method: context)
+    devices = [torch.device('cuda', i) for i in range(3)]
+    pool = Workers(make_job(), 3, devices)
+    for _ in range(3):
+        pool.start()
+    del pool.running[1]
+    pool.start()
+    assert sorted(worker.device.index for worker in pool.running) == [0, 1, 2]
 
 
 @pytest.fixture
