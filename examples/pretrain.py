@@ -184,19 +184,17 @@ def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
 def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
     """The checkpoint to go on from: the newest whole one of the run, or if there is none, the one that is named."""
     whole = checkpoints(args.output_dir)
-    if args.resume_from_checkpoint:
-        path = Path(args.resume_from_checkpoint)
-        if path not in checkpoints(path.parent):
-            raise ValueError(f'--resume_from_checkpoint: {path} is not a whole checkpoint.')
-        if path.resolve() in (x.resolve() for x in whole[:-1]):
-            raise ValueError(
-                f'--resume_from_checkpoint: {args.output_dir} has a later checkpoint, {whole[-1].name}, which would count as '
-                'that of the new run; give that another --output_dir.',
-            )
-    if whole:
-        path = whole[-1]
-    elif not args.resume_from_checkpoint:
+    named = args.resume_from_checkpoint and Path(args.resume_from_checkpoint)
+    if named and named.resolve() in (x.resolve() for x in whole[:-1]):
+        raise ValueError(
+            f'--resume_from_checkpoint: {args.output_dir} has a later checkpoint, {whole[-1].name}, which would count as '
+            'that of the new run; give that another --output_dir.',
+        )
+    if not whole and not named:
         return None
+    path = whole[-1] if whole else named
+    if path not in checkpoints(path.parent):
+        raise ValueError(f'--resume_from_checkpoint: {path} is not a whole checkpoint.')
     stored = json.loads((path / DATA).read_text())['settings']
     different = [f'{key} was {stored.get(key)} and is now {x}' for key, x in settings.items() if stored.get(key) != x]
     if different:

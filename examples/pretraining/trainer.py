@@ -335,7 +335,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         # how often to log and to save is this command's, and not the checkpoint's
         self.state.compute_steps(self.args, self.args.max_steps)
         optimizer, scheduler = self._bare_optimizer(), self.lr_scheduler
-        # nor are learning rate, weight decay and betas
+        # so are learning rate, weight decay and betas
         options = [{key: x for key, x in group.items() if key not in ('params', 'lr')} for group in optimizer.param_groups]
         state = {'optimizer': get_optimizer_state_dict(self.model, optimizer)}
         dcp.load(state, checkpoint_id=Path(checkpoint, WEIGHTS))
