@@ -146,7 +146,7 @@ PRESETS = {
                 symbols=32, train_pairs=(2, 4, 8, 16), eval_pairs=(4, 8, 12, 16, 24), eval_sequences=256,
             ),
             'noisy': NoisyAssociations(
-                Training(steps=400, tokens=4096, learning_rates=(4e-3,)),
+                Training(steps=1000, tokens=4096, learning_rates=(4e-3,)),
                 keys=32, values=8, train_writes=(2, 2, 4, 4, 8, 8), more_writes=((16,) * 3,), eval_sequences=512,
                 reliability=0.5,
             ),
