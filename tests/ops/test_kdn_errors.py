@@ -215,6 +215,7 @@ def test_exact_filter():
         ({'initial_cov': full['initial_cov'][:1]}, r'`initial_cov` must have shape \[HV\] or \[B, HV, K, K\] = '),
         ({'initial_cov': full['initial_cov'][0]}, r'`initial_cov` must have shape \[HV\] or \[B, HV, K, K\] = '),
         ({'initial_cov': full['initial_cov'][..., :1]}, r'`initial_cov` must have shape \[HV\] or \[B, HV, K, K\] = '),
+        ({'initial_cov': full['initial_cov'].bfloat16()}, '`initial_cov` must be in float32'),
         ({'initial_cov': full['initial_cov'].where(full['initial_cov'] != 0, math.nan)}, '`initial_cov` must be finite'),
         ({'initial_cov': -full['initial_cov']}, '`initial_cov` must be finite, and its diagonal not negative'),
         ({'initial_state': inputs['initial_state'][:1]}, 'number of initial states'),

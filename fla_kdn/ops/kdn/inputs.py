@@ -149,14 +149,14 @@ def check_inputs(
             )
         shape, names = ((N, HV, V, K), '[N, HV, V, K]') if state_v_first else ((N, HV, K, V), '[N, HV, K, V]')
         check_shape('initial_state', initial_state, shape, names)
-        _check_state_dtype('initial_state', initial_state, q)
+        check_state_dtype('initial_state', initial_state, q)
     if initial_cov is not None:
         if initial_cov.ndim == 1:
             check_shape('initial_cov', initial_cov, (HV,), '[HV]')
         else:
             shape, names = ((N, HV, K), '[N, HV, K]') if diagonal else ((N, HV), '[N, HV]')
             check_shape('initial_cov', initial_cov, shape, f'[HV] or {names} (covariance={covariance!r})')
-        _check_state_dtype('initial_cov', initial_cov, q)
+        check_state_dtype('initial_cov', initial_cov, q)
 
     if isinstance(info_scale, torch.Tensor):
         check_shape('info_scale', info_scale, (HV,), '[HV]')
@@ -219,7 +219,7 @@ def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], names: str) 
         raise ValueError(f'`{name}` must have shape {names} = {list(shape)}, got {list(x.shape)}.')
 
 
-def _check_state_dtype(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+def check_state_dtype(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     if x.dtype not in (torch.float32, compute_dtype(q)):
         raise ValueError(f'`{name}` must be in float32, got {x.dtype}.')
 

@@ -35,6 +35,7 @@ from fla_kdn.ops.kdn.inputs import (
     MIN_COVARIANCE,
     check_inputs,
     check_shape,
+    check_state_dtype,
     compute_dtype,
     expand_cov,
     expand_info_scale,
@@ -164,6 +165,7 @@ def naive_recurrent_exact_kdn(
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     if full_cov:
         check_shape('initial_cov', initial_cov, (B, HV, K, K), '[HV] or [B, HV, K, K]')
+        check_state_dtype('initial_cov', initial_cov, q)
         if not initial_cov.isfinite().all() or (initial_cov.diagonal(dim1=-2, dim2=-1) < 0).any():
             raise ValueError('`initial_cov` must be finite, and its diagonal not negative.')
     dtype, o_dtype = compute_dtype(q), v.dtype
