@@ -160,7 +160,7 @@ def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
     cost, tokens = costs(meta_model(config), args.seq_len), args.max_steps * args.batch_tokens
     speed = args.tokens_per_second or ASSUMED_MFU * ASSUMED_PEAK / cost.flops_per_token
     basis = '' if args.tokens_per_second else f' ({ASSUMED_MFU:.0%} of {ASSUMED_PEAK / 1e12:.0f} TFLOP/s)'
-    rows = args.per_device_train_batch_size * args.seq_len
+    rows, step_rows = args.per_device_train_batch_size * args.seq_len, args.batch_tokens // args.seq_len
     lines = [
         f'parameters              {cost.parameters:,}, without embeddings {cost.non_embedding:,}',
         f'state of a sequence     {cost.state_bytes:,} bytes',
@@ -172,10 +172,10 @@ def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
         f'{"GPUs":>6}{"days":>10}{"GiB on each":>14}   with micro-batches of {rows:,} tokens at most, estimated',
     ]
     for gpus in GPUS:
-        micro = min(rows, args.batch_tokens // gpus)
-        if args.batch_tokens // args.seq_len % gpus:
-            lines.append(f'{gpus:>6}   cannot share the {args.batch_tokens // args.seq_len} rows of a step')
+        if step_rows % gpus:
+            lines.append(f'{gpus:>6}   cannot share the {step_rows} rows of a step')
             continue
+        micro = min(rows, args.batch_tokens // gpus)
         memory = cost.memory(micro, gpus, args.parallel, args.checkpoints_activations, micro * gpus < args.batch_tokens)
         lines.append(f'{gpus:>6}{tokens / speed / gpus / 86400:>10.1f}{memory / GIB:>14.1f}')
     return '\n'.join(lines)
@@ -190,11 +190,14 @@ def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
             f'--resume_from_checkpoint: {args.output_dir} has a later checkpoint, {whole[-1].name}, which would count as '
             'that of the new run; give that another --output_dir.',
         )
-    if not whole and not named:
+    if whole:
+        path = whole[-1]
+    elif not named:
         return None
-    path = whole[-1] if whole else named
-    if path not in checkpoints(path.parent):
-        raise ValueError(f'--resume_from_checkpoint: {path} is not a whole checkpoint.')
+    elif named in checkpoints(named.parent):
+        path = named
+    else:
+        raise ValueError(f'--resume_from_checkpoint: {named} is not a whole checkpoint.')
     stored = json.loads((path / DATA).read_text())['settings']
     different = [f'{key} was {stored.get(key)} and is now {x}' for key, x in settings.items() if stored.get(key) != x]
     if different:

@@ -214,6 +214,8 @@ def take_turns(works: dict[str, Work], rows: dict[str, dict], plan: Plan, device
             mixer for mixer in waiting if 'error' not in rows[mixer]
             and (len(times[mixer]) < least or sum(times[mixer]) < plan.seconds and len(times[mixer]) < most)
         ]
+    if retries is not None:
+        retries = alloc_retries(device) - retries
     reject_beside_others([rows[mixer] for mixer in works], device)
     for mixer, work in works.items():
         if 'error' in rows[mixer]:
@@ -226,7 +228,7 @@ def take_turns(works: dict[str, Work], rows: dict[str, dict], plan: Plan, device
             'ms_most': 1e3 * max(times[mixer]),
             'calls': len(times[mixer]),
             # of all works of the cell
-            'alloc_retries': None if retries is None else alloc_retries(device) - retries,
+            'alloc_retries': retries,
             'held_bytes': work.held(),
             'peak_bytes': max(peaks[mixer], default=None),
         }

@@ -101,7 +101,7 @@ def size_name(size: str | int) -> str:
 
 def draw(ax: Axes, rows: list[dict], value: Callable[[dict], float | None], title: str, edge: float) -> None:
     """Lines of the mixers over the length; hollow: with activation checkpointing; a cross at the `edge`, 0 or 1: no number."""
-    lengths, top = sorted({row['tokens'] for row in rows if 'not_run' not in row}), 0.
+    lengths, top = sorted({row['tokens'] for row in rows}), 0.
     for mixer, (color, marker, line) in STYLES.items():
         found = sorted((row for row in rows if row['mixer'] == mixer), key=lambda row: row['tokens'])
         points = [(lengths.index(row['tokens']), value(row), row) for row in found if short_reason(row) is None]
@@ -133,7 +133,7 @@ def write_figure(path: Path, card: str, panels: list[tuple[str, list[dict]]], th
         for ax in (speed, memory):
             ax.set_xlabel(xlabel)
     rows = [row for _, rows in panels for row in rows]
-    present = {row['mixer'] for row in rows if 'not_run' not in row}
+    present = {row['mixer'] for row in rows}
     handles = [
         Line2D([], [], color=color, marker=marker, ls=line, ms=7, label=NAMES[mixer])
         for mixer, (color, marker, line) in STYLES.items() if mixer in present
@@ -156,7 +156,7 @@ def plot_paths(path: Path) -> dict[str, Path]:
 def write_plots(path: Path, content: dict) -> None:
     """The plots of a run beside its JSON file; one that would have no number is not written."""
     def panels(kind: str, key: str, title: str) -> list[tuple[str, list[dict]]]:
-        rows = [row for row in content['rows'] if row['kind'] == kind]
+        rows = [row for row in content['rows'] if row['kind'] == kind and 'not_run' not in row]
         found = {x: [row for row in rows if row[key] == x] for x in dict.fromkeys(row[key] for row in rows)}
         found = {x: rows for x, rows in found.items() if any(short_reason(row) is None for row in rows)}
         return [(title.format(size_name(x)), rows) for x, rows in found.items()]

@@ -346,8 +346,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         # all of transformers' schedules but those that follow a metric
         if isinstance(scheduler, LambdaLR):
             scheduler.base_lrs = [group['initial_lr'] for group in optimizer.param_groups]
-            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-            scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
-            for group, lr in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
-                group['lr'] = lr
+            for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+                group['lr'] = group['initial_lr'] * factor(scheduler.last_epoch)
+            scheduler._last_lr = [group['lr'] for group in optimizer.param_groups]
         self.batches.load_positions(json.loads(Path(checkpoint, DATA).read_text())['lanes'])
