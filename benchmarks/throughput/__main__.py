@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 import time
@@ -46,8 +45,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code: 0, 1 if nothing could be timed."""
     start = time.perf_counter()
-    # models take turns in the memory of one process: in fragments of it, a large one would ask for memory anew at every step
-    os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
     parser = make_parser()
     args = parser.parse_args(argv)
     device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))

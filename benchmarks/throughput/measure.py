@@ -152,11 +152,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def alloc_retries(device: torch.device) -> int | None:
-    """How often memory was given back for want of a piece that is large enough; where that happens, speeds mean little."""
-    return torch.cuda.memory_stats(device)['num_alloc_retries'] if device.type == 'cuda' else None
-
-
 def run(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, int | None, torch.Tensor]:
     """Wall seconds of a call, bytes that it allocated at its peak (`None` on a CPU), and what it returned."""
     cuda = device.type == 'cuda'
@@ -198,7 +193,7 @@ def take_turns(works: dict[str, Work], rows: dict[str, dict], plan: Plan, device
     times: dict[str, list[float]] = {mixer: [] for mixer in works}
     peaks: dict[str, list[int]] = {mixer: [] for mixer in works}
     least, most = plan.calls
-    waiting, retries = list(works), alloc_retries(device)
+    waiting = list(works)
     while waiting:
         for mixer in waiting:
             try:
@@ -214,8 +209,6 @@ def take_turns(works: dict[str, Work], rows: dict[str, dict], plan: Plan, device
             mixer for mixer in waiting if 'error' not in rows[mixer]
             and (len(times[mixer]) < least or sum(times[mixer]) < plan.seconds and len(times[mixer]) < most)
         ]
-    if retries is not None:
-        retries = alloc_retries(device) - retries
     reject_beside_others([rows[mixer] for mixer in works], device)
     for mixer, work in works.items():
         if 'error' in rows[mixer]:
@@ -227,8 +220,6 @@ def take_turns(works: dict[str, Work], rows: dict[str, dict], plan: Plan, device
             'ms_least': 1e3 * min(times[mixer]),
             'ms_most': 1e3 * max(times[mixer]),
             'calls': len(times[mixer]),
-            # of all works of the cell
-            'alloc_retries': retries,
             'held_bytes': work.held(),
             'peak_bytes': max(peaks[mixer], default=None),
         }
