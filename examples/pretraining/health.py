@@ -27,12 +27,11 @@ def layer_health(layer: KalmanDeltaNet, x: torch.Tensor, cu_seqlens: torch.LongT
 
     A token writes with the strength `k^T kappa = n / (r + n)`, `n = k^T P^ k`: that share of the error at its key it corrects.
     """
-    p_hat, _, g = layer.predicted_covariance(x, cu_seqlens)
+    p_hat, k2, inputs = layer.predicted_covariance(x, cu_seqlens)
+    n, g = (p_hat * k2).sum(-1), inputs['g']
     floor = LOWER_BOUND if layer.lower_bound is None else layer.lower_bound
     at_floor = (g <= floor).float().mean() if layer.safe_gate else g.new_zeros(())
-    # past the hooks of the layer, one of which may have called this
-    _, uncertainty, _ = layer.forward(x, cu_seqlens=cu_seqlens, output_uncertainty=True)
-    return torch.stack((uncertainty.write_strength.mean(), *p_hat.aminmax(), at_floor))
+    return torch.stack(((n / (inputs['r'] + n)).mean(), *p_hat.aminmax(), at_floor))
 
 
 @torch.no_grad()

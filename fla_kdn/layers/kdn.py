@@ -19,13 +19,11 @@ from torch.nn import functional as F
 
 from fla_kdn.layers.utils import check_mask, get_layer_cache, update_layer_cache
 from fla_kdn.ops.kdn import KDNUncertainty, chunk_kdn, fused_recurrent_kdn
-from fla_kdn.ops.kdn.gain import CovarianceScan
+from fla_kdn.ops.kdn.chunk import predicted_covariance
 from fla_kdn.ops.kdn.inputs import (
     COVARIANCES,
     LOWER_BOUND,
     check_cu_seqlens,
-    expand_cov,
-    expand_info_scale,
     l2norm,
     log_decay,
     noise,
@@ -417,15 +415,16 @@ class KalmanDeltaNet(nn.Module):
         self,
         hidden_states: torch.Tensor,
         cu_seqlens: torch.LongTensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """For looking at a layer: Phat of each token `[B, T, num_v_heads, head_k_dim]` (diagonal) or `[B, T, num_v_heads, 1]`
-        (isotropic), its squared key and its log decay, both `[B, T, num_v_heads, head_k_dim]`; fp32, in PyTorch."""
+        (isotropic), its squared key `[B, T, num_v_heads, head_k_dim]`, and :meth:`filter_inputs`; in fp32, no gradients."""
         inputs = self.filter_inputs(hidden_states, cu_seqlens)
-        k, g, omega, r = (inputs[name] for name in ('k', 'g', 'omega', 'r'))
-        k2 = k.square().repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
-        mu = expand_info_scale(self.information_scale(), k, self.num_v_heads).unsqueeze(-1)
-        a, u = (2 * g).exp(), mu * k2 / r.unsqueeze(-1)
-        if self.covariance == 'isotropic':
-            a, u, omega = a.mean(-1, keepdim=True), u.mean(-1, keepdim=True), omega.unsqueeze(-1)
-        p0 = expand_cov(self.prior_covariance(), self.covariance, k, self.num_v_heads, cu_seqlens)
-        return CovarianceScan.apply(a, omega, u, p0, cu_seqlens), k2, g
+        p_hat = predicted_covariance(
+            **{name: x for name, x in inputs.items() if name != 'q'},
+            initial_cov=self.prior_covariance(),
+            covariance=self.covariance,
+            info_scale=self.information_scale(),
+            cu_seqlens=cu_seqlens,
+        )
+        k2 = inputs['k'].square().repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
+        return p_hat, k2, inputs

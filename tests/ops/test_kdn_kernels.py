@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import rel
+from conftest import assert_close, rel
 from fla.ops.kda import chunk_kda
 from fla.ops.utils.index import prepare_chunk_indices
 from kdn_cases import COVARIANCES, CU_SEQLENS, as_double, make_inputs, run, weights
@@ -24,6 +24,7 @@ from test_kdn import EDGES, TOKENS, regime, strided
 
 from fla_kdn.backends.torch.registry import TorchBackend
 from fla_kdn.ops.kdn import chunk_kdn, fused_recurrent_kdn, naive_recurrent_kdn
+from fla_kdn.ops.kdn.chunk import predicted_covariance
 from fla_kdn.ops.kdn.fused_recurrent import fused_recurrent_kdn_fwd
 from fla_kdn.ops.kdn.gain import CovarianceScan, kdn_gain
 from fla_kdn.ops.kdn.gain_triton import LOG2E, GainArguments, GainOptions, kdn_gain_bwd, kdn_gain_fwd
@@ -320,6 +321,42 @@ def test_covariance_of_a_long_sequence(covariance):
     assert ((starts - want.cpu()) / want.cpu()).abs().max() <= 5e-4
     last = (phat / (1 + u * phat))[:, -1].cpu().view(got['final_cov'].shape)
     assert ((got['final_cov'] - last) / last).abs().max() <= 5e-4
+
+
+@pytest.mark.parametrize('case', ['dense', 'varlen-grouped'])
+@pytest.mark.parametrize('covariance', COVARIANCES)
+def test_predicted_covariance(covariance, case):
+    """Against its recurrence, token by token in float64."""
+    shape, lens = {'H': 1, 'HV': 2, 'K': 12}, [T]
+    if case == 'dense':
+        inputs = make_inputs(covariance, B=1, T=T, **shape | {'HV': 1}, dtype=torch.float32)
+        cu_seqlens = None
+    else:
+        lens = [17, 0, 65, 1]
+        inputs = make_inputs(covariance, B=1, T=sum(lens), **shape, prior=True, dtype=torch.float32)
+        cu_seqlens = cumulated(lens)
+    inputs = {name: x for name, x in inputs.items() if name not in ('q', 'v', 'initial_state')}
+    arguments = {name: x.to(DEVICE) for name, x in inputs.items()}
+    if cu_seqlens is not None:
+        arguments['cu_seqlens'] = cu_seqlens.to(DEVICE)
+    got = predicted_covariance(**arguments, covariance=covariance).cpu()
+
+    x = as_double(inputs)
+    HV = x['g'].shape[2]
+    a, k2 = (2 * x['g']).exp(), x['k'].square().repeat_interleave(HV // x['k'].shape[2], 2)
+    omega, mu = x['omega'], x['info_scale'].view(-1, 1)
+    if covariance == 'isotropic':
+        a, k2, omega = a.mean(-1, keepdim=True), k2.mean(-1, keepdim=True), omega.unsqueeze(-1)
+    want, t = [], 0
+    for n, tokens in enumerate(lens):
+        p = x['initial_cov'].view(HV, 1) if case != 'dense' else x['initial_cov'][n].view(HV, -1)
+        for _ in range(tokens):
+            p_hat = a[0, t] * p + omega[0, t]
+            p = p_hat / (1 + mu * k2[0, t] / x['r'][0, t].unsqueeze(-1) * p_hat)
+            want.append(p_hat)
+            t += 1
+    assert got.shape == a.shape
+    assert_close(got, torch.stack(want).unsqueeze(0), 2e-6)
 
 
 # chunks

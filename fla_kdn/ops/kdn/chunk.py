@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 # as a module: it needs `fla_kdn.ops` to be imported, too
 import fla_kdn.backends.torch.delta_rule as delta_rule
 from fla_kdn.backends.torch.registry import TorchBackend
-from fla_kdn.ops.kdn.gain import kdn_gain
+from fla_kdn.ops.kdn.gain import CovarianceScan, kdn_gain
 from fla_kdn.ops.kdn.gain_triton import GainArguments, GainOptions, GainOutputs, kdn_gain_bwd, kdn_gain_fwd
 from fla_kdn.ops.kdn.inputs import (
     MIN_COVARIANCE,
@@ -232,6 +232,53 @@ def chunk_kdn_triton(
     return o, final_state, final_cov.squeeze(-1) if isotropic else final_cov, *uncertainty
 
 
+def runs_in_torch(x: torch.Tensor) -> bool:
+    """Whether an op on `x` is done by PyTorch, and not by Triton kernels."""
+    return x.device.type == 'cpu' and TorchBackend().is_enabled()
+
+
+@torch.no_grad()
+@input_guard
+def predicted_covariance(
+    k: torch.Tensor,
+    g: torch.Tensor,
+    omega: torch.Tensor,
+    r: torch.Tensor,
+    initial_cov: torch.Tensor | None,
+    covariance: str,
+    info_scale: float | torch.Tensor | None,
+    cu_seqlens: torch.LongTensor | None = None,
+) -> torch.Tensor:
+    """Phat of each token (step (2) of `naive.py`), `[B, T, HV, K]` (diagonal) or `[B, T, HV, 1]` (isotropic), in fp32 and
+    without gradients; the arguments are those of :func:`chunk_kdn`, in fp32."""
+    HV, isotropic = g.shape[2], covariance == 'isotropic'
+    mu, p0 = expand_info_scale(info_scale, k, HV), expand_cov(initial_cov, covariance, k, HV, cu_seqlens)
+    if runs_in_torch(k):
+        k2 = k.square().repeat_interleave(HV // k.shape[2], dim=2)
+        a, u = (2 * g).exp(), mu.unsqueeze(-1) * k2 / r.unsqueeze(-1)
+        if isotropic:
+            a, u, omega = a.mean(-1, keepdim=True), u.mean(-1, keepdim=True), omega.unsqueeze(-1)
+        return CovarianceScan.apply(a, omega, u, p0, cu_seqlens)
+    args = GainArguments(
+        # which is whitened to sqrt(phat)
+        q=torch.ones_like(k),
+        k=k,
+        g=g,
+        omega=omega,
+        r=r,
+        mu=mu,
+        p0=p0.contiguous(),
+        A_log=None,
+        dt_bias=None,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=None if cu_seqlens is None else prepare_chunk_indices(cu_seqlens, CHUNK_SIZE),
+    )
+    options = GainOptions(
+        isotropic=isotropic, l2norm=False, safe_gate=False, lower_bound=None, noise_softplus=False, r_min=0.)
+    gain = kdn_gain_fwd(args, options)
+    return gain.ph.unsqueeze(-1) if isotropic else gain.q.square()
+
+
 def per_key(s: torch.Tensor, state_v_first: bool) -> torch.Tensor:
     """`s` [N, HV, K] as a factor of a memory."""
     return s.unsqueeze(-2 if state_v_first else -1)
@@ -301,7 +348,7 @@ def run_kdn(
             initial_state = v.new_zeros(N, HV, *shape, dtype=compute_dtype(q))
         p = expand_cov(initial_cov, covariance, q, HV, cu_seqlens)
         return v, initial_state, p if covariance == 'diagonal' else p.squeeze(-1), *uncertainty
-    if q.device.type != 'cpu' or not TorchBackend().is_enabled():
+    if not runs_in_torch(q):
         return kernels(
             q=q,
             k=k,
