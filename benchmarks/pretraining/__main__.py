@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).parents[2] / 'examples' / 'pretrain.py'
 # steps that compile and tune the kernels
 WARMUP = 3
+# over which the rate rises, as in a long run: at the full rate of a first step rounding soon parts the losses
+RATE_WARMUP = 100
 # the default of its --lanes
 STREAMS = 64
 PROMPT, SAMPLE_TOKENS = 'def __init__(self, ', 400
@@ -172,7 +174,9 @@ def scale(
         estimate = costs(meta_model(make_config(model)), args.seq_len).memory(
             args.rows * args.seq_len, count, 'fsdp', False, args.batch_tokens > count * args.rows * args.seq_len) / GIB
         row = {'model': model, 'gpus': count, 'estimated_gib': estimate}
-        options = [f'--max_steps={args.steps}', '--train_tokens=1e9', '--save_strategy=no']
+        options = [
+            f'--max_steps={args.steps}', f'--warmup_steps={RATE_WARMUP}', '--train_tokens=1e9', '--save_strategy=no',
+        ]
         try:
             row |= summarize(pretrain(model, args, data, folder / f'{model}-{count}', devices, options, say))
         except RuntimeError as error:
