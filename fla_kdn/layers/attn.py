@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 PADDING = 2 ** 30
 # shortest block of queries that attends to its window at once
 MIN_BLOCK = 256
+# SDPA's backends but cuDNN's
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _select(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -296,4 +300,8 @@ class Attention(nn.Module):
     def kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation(), eager_attention_forward)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attention(self, q, k, v, dropout=0., scaling=self.head_dim ** -0.5, **kwargs)[0].flatten(-2)
+        # with a mask over 64 more keys than a multiple of 128, cuDNN makes NaNs of the gradients of queries whose scores are
+        # all far below 0 (PyTorch 2.11 to 2.13, https://github.com/pytorch/pytorch/issues/196678)
+        fails = kwargs['attention_mask'] is not None and k.shape[2] % 128 == 64 and torch.is_grad_enabled()
+        with sdpa_kernel(BACKENDS) if fails else nullcontext():
+            return attention(self, q, k, v, dropout=0., scaling=self.head_dim ** -0.5, **kwargs)[0].flatten(-2)

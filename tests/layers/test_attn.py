@@ -21,7 +21,7 @@ from fla.models.cache_utils import Cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fla_kdn.layers import Attention, KalmanDeltaNet
+from fla_kdn.layers import Attention, KalmanDeltaNet, attn
 
 HEADS = 4
 # 300 is more than the shortest block of queries
@@ -209,6 +209,41 @@ def flash_attention(module, q, k, v, attention_mask, scaling, dropout, sliding_w
         scores = (q[row][:, of_q] @ k_row.mT * scaling).masked_fill(hidden, float('-inf'))
         o[row, :, of_q] = scores.softmax(-1) @ v_row
     return o.transpose(1, 2), None
+
+
+@pytest.mark.parametrize('keys', [320, 384])
+def test_cudnn_is_left_out_where_its_gradients_fail(monkeypatch, keys):
+    layer, x, on = make_layer(window_size=64), make_input(1, 2 * (keys - 64)), {}
+    sdpa = ALL_ATTENTION_FUNCTIONS['sdpa']
+
+    def spy(module, q, k, v, attention_mask, **kwargs):
+        on[k.shape[2], attention_mask is not None] = torch.backends.cuda.cudnn_sdp_enabled()
+        return sdpa(module, q, k, v, attention_mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, 'sdpa', spy)
+    monkeypatch.setattr(attn, 'MIN_BLOCK', keys - 64)
+    default = torch.backends.cuda.cudnn_sdp_enabled()
+    layer(x)
+    assert on[keys, True] == (default and keys == 384)
+    with torch.no_grad():
+        layer(x)
+    assert on[keys, True] == torch.backends.cuda.cudnn_sdp_enabled() == default
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_gradients_where_all_scores_are_far_below_zero():
+    layer = make_layer(window_size=64, hidden_size=256, dtype=torch.bfloat16).cuda()
+    with torch.no_grad():
+        # of the channels that turn most slowly
+        for proj, value in ((layer.q_proj, 1.), (layer.k_proj, -120. * layer.head_dim ** 0.5)):
+            proj.weight.mul_(0.1)
+            proj.bias.zero_().view(HEADS, -1)[:, layer.head_dim // 2 - 1] = value
+    x = torch.randn(1, 512, 256, device='cuda', dtype=torch.bfloat16, requires_grad=True)
+    layer(x)[0].float().square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize('options', OPTIONS)
