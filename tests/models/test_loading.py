@@ -243,6 +243,11 @@ def test_layer_on_disk(tmp_path, options, layer):
     assert {name for name, p in loaded.named_parameters() if p.is_meta} == {
         name for name, _ in model.named_parameters() if name.startswith(f'{on_disk}.')}
     check_same(loaded, model)
+    got, want = (m(make_ids(1, 9), output_uncertainty=True).uncertainty for m in (loaded, model.eval()))
+    assert [x is None for x in got] == [x is None for x in want] and len(want) == model.config.num_hidden_layers
+    for x, y in zip(got, want, strict=True):
+        if x is not None:
+            assert_close(x.read_variance, y.read_variance, 1e-6)
 
 
 @pytest.mark.parametrize('options', KINDS)
@@ -362,6 +367,16 @@ def test_contents_of_the_folder(tmp_path, options):
     assert attention == 0 or f'softmax attention: {attention}' in card.text
     card.save(tmp_path / 'copy.md')
     assert read_card(tmp_path / 'copy.md').content == card.content
+
+
+def test_card_of_sharded_weights(tmp_path):
+    """DeepSpeed empties parameters, keeps their shapes beside them, and gives the weights to be saved."""
+    model = make_model()
+    state, count = {name: x.clone() for name, x in model.state_dict().items()}, sum(p.numel() for p in model.parameters())
+    for p in model.parameters():
+        p.ds_shape, p.data = p.shape, p.data.new_empty(0)
+    model.save_pretrained(tmp_path, state_dict=state)
+    assert f'{count:,} parameters' in read_card(tmp_path / 'README.md').text
 
 
 def test_code_of_the_card(tmp_path):

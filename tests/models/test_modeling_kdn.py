@@ -128,6 +128,11 @@ def test_l2warp(loss):
     ]
     check(*results[:2])
     assert rel(results[0]['lm_head.weight'], results[2]['lm_head.weight']) > 1e-4
+    # and with the number of targets given, as trainers do: of this batch, or of one twice as large
+    model = make_model(use_l2warp=True, **loss)
+    for num_items, share in ((78, 1.), (torch.tensor(156), 0.5)):
+        got = loss_and_gradients(model, input_ids=ids, labels=ids, num_items_in_batch=num_items)
+        check(got, {name: share * x for name, x in results[0].items()})
 
 
 @pytest.mark.parametrize('as_tensor', [False, True], ids=['int', 'tensor'])

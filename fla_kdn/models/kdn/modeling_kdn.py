@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,7 +135,7 @@ class KDNBlock(GradientCheckpointingLayer):
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         attnres_states: None = None,
-        uncertainties: list[KDNUncertainty | None] | None = None,
+        uncertainties: deque[KDNUncertainty | None] | None = None,
         **kwargs: Unpack[dict],
     ) -> tuple[torch.Tensor, None, Cache | None, None]:
         residual = hidden_states
@@ -215,11 +217,12 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
         max_length_k: int | None = None,
         position_ids: torch.LongTensor | None = None,
         output_uncertainty: bool | str = False,
-        uncertainties: list[KDNUncertainty | None] | None = None,
+        uncertainties: deque[KDNUncertainty | None] | None = None,
         **kwargs: Unpack[dict],
     ) -> tuple | KDNModelOutputWithPast:
         """
-        FLA's forward pass; `output_uncertainty` is that of :func:`chunk_kdn`, and `uncertainties` a list to append it to.
+        FLA's forward pass; `output_uncertainty` is that of :func:`chunk_kdn`, and `uncertainties` what to append it to:
+        no list, of which accelerate and FSDP hand copies to the blocks.
 
         Sequences may be packed into one row, their borders given by FLA's `cu_seqlens`, by transformers' `cu_seq_lens_q`, or
         by `position_ids` that restart; transformers' other names for padding-free batches are accepted and say nothing more.
@@ -239,7 +242,7 @@ class KDNModel(KDNPreTrainedModel, FLAModel):
                 has_past=past_key_values is not None and past_key_values.get_seq_length() > 0,
             )
         if output_uncertainty and uncertainties is None:
-            uncertainties = []
+            uncertainties = deque()
         outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -295,7 +298,7 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         **kwargs: Unpack[dict],
     ) -> tuple | KDNCausalLMOutputWithPast:
         """FLA's forward pass, with :meth:`KDNModel.forward` as the base model's."""
-        uncertainties = [] if output_uncertainty else None
+        uncertainties = deque() if output_uncertainty else None
         outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -331,15 +334,20 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not is_plain(self.lm_head):
             fuse_linear_cross_entropy = False
-        # a batch without a target has the loss 0, where a mean would be 0 / 0
+        share = None
         if num_items_in_batch is not None:
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        elif labels is not None and self.criterion is None:
+        if labels is not None and self.criterion is None:
             targets = (labels[..., 1:] != -100).sum()
-            # FLA's l2warp is scaled for the mean
-            if not self.config.use_l2warp or targets == 0:
+            if self.config.use_l2warp and targets > 0:
+                # FLA's l2warp is scaled for the mean over the targets
+                if num_items_in_batch is not None:
+                    share = targets / num_items_in_batch.to(targets.device)
+                num_items_in_batch = None
+            elif num_items_in_batch is None:
+                # a batch without a target has the loss 0, where a mean would be 0 / 0
                 num_items_in_batch = targets.clamp(min=1)
-        return super()._compute_logits_and_loss(
+        loss, logits = super()._compute_logits_and_loss(
             hidden_states,
             labels,
             logits_to_keep,
@@ -347,12 +355,15 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
             fuse_linear_cross_entropy=fuse_linear_cross_entropy,
             **kwargs,
         )
+        return (loss if share is None else loss * share.to(loss.device)), logits
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs) -> None:
         card = Path(save_directory, 'README.md')
         if is_main_process and not card.exists():
             card.parent.mkdir(parents=True, exist_ok=True)
-            make_model_card(self.config, self.num_parameters()).save(card)
+            # sharded by DeepSpeed, a parameter is empty and has its shape beside it
+            parameters = sum(math.prod(getattr(p, 'ds_shape', p.shape)) for p in self.parameters())
+            make_model_card(self.config, parameters).save(card)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
     def generate(

@@ -5,7 +5,7 @@
 # For a list of all contributors, visit:
 #   https://github.com/fla-org/flash-linear-attention/graphs/contributors
 
-"""The stages of FLA's chunked KDA after the cumulation of the decay: the one place for names that FLA 0.6 does not export.
+"""The stages of FLA's chunked KDA after the cumulation of the decay, under names that FLA 0.6 does not export.
 
 Dimensions: B batch, T tokens, N sequences, H query/key heads, HV value heads, K and V head sizes, BT chunk size.
 """

@@ -75,7 +75,8 @@ def naive_recurrent_kdn(
     r_min: float = 0.,
     output_uncertainty: bool | str = False,
 ) -> KDNResult:
-    """KDN as a loop over tokens, with the arguments and returns of :func:`chunk_kdn`; the uncertainty, too, has gradients."""
+    """KDN as a loop over tokens, with the returns of :func:`chunk_kdn` and its arguments but those that only serve kernels,
+    `cu_seqlens_cpu` and `cp_context`; the uncertainty, too, has gradients."""
     return _run(_recurrent, **locals())
 
 
@@ -105,7 +106,7 @@ def naive_chunk_kdn(
     output_uncertainty: bool | str = False,
     chunk_size: int = 64,
 ) -> KDNResult:
-    """KDN chunk by chunk, with the arguments and returns of :func:`chunk_kdn`.
+    """KDN chunk by chunk, with the arguments and returns of :func:`naive_recurrent_kdn`.
 
     The covariance of a chunk is a composition of Möbius maps, its memory update a WY form whose read key is `k` and whose
     write key is the gain `kappa`.
