@@ -11,7 +11,8 @@ from setuptools import find_packages, setup
 
 COMPARE = ['matplotlib', 'rich', 'safetensors']
 EVALS = ['lm_eval>=0.4.13,<0.5', *COMPARE]
-EXAMPLES = ['accelerate', 'datasets', 'peft']
+# before 4.6, `set_epoch` of a stream does not change the order of its files
+EXAMPLES = ['accelerate', 'datasets>=4.6.1', 'peft']
 
 setup(
     name='fla-kdn',

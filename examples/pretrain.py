@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from fla.models.modeling_utils import FLAPreTrainedModel
 from pretraining.data import Batches, Lane, load_documents, load_tokenizer
-from pretraining.shapes import GIB, PRESETS, costs, count, make_config, meta_model, token_budget
+from pretraining.shapes import GIB, PRESETS, costs, count, is_covered, make_config, meta_model, token_budget
 from pretraining.trainer import DATA, STATE, PretrainingTrainer, checkpoints, export, tidy
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerState, TrainingArguments, set_seed
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # of --dry_run: numbers of GPUs, and the share of an H100 that is assumed where no speed is given
 GPUS = (1, 8, 16, 64)
 ASSUMED_MFU, ASSUMED_PEAK = 0.4, 989e12
+# models of FLA that pass over cu_seqlens
+UNPACKED = ('log_linear_mamba2', 'mamba', 'mamba2', 'samba')
 
 
 @dataclass
@@ -157,7 +159,14 @@ class PretrainingArguments(TrainingArguments):
 
 def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
     """What a run would cost, on several numbers of GPUs."""
-    cost, tokens = costs(meta_model(config), args.seq_len), args.max_steps * args.batch_tokens
+    model = meta_model(config)
+    cost, tokens = costs(model, args.seq_len), args.max_steps * args.batch_tokens
+    if not is_covered(model):
+        return (
+            f'parameters              {cost.parameters:,}, without embeddings {cost.non_embedding:,}\n'
+            f'run                     {count(tokens)}tokens, {args.max_steps:,} steps of {args.batch_tokens:,}\n'
+            f'FLOPs, memory and time are not known for {type(model).__name__}, nor will the log have the mfu.'
+        )
     speed = args.tokens_per_second or ASSUMED_MFU * ASSUMED_PEAK / cost.flops_per_token
     basis = '' if args.tokens_per_second else f' ({ASSUMED_MFU:.0%} of {ASSUMED_PEAK / 1e12:.0f} TFLOP/s)'
     rows, step_rows = args.per_device_train_batch_size * args.seq_len, args.batch_tokens // args.seq_len
@@ -210,7 +219,7 @@ def make_model(args: PretrainingArguments, config: PreTrainedConfig) -> PreTrain
     set_seed(args.seed)
     options = {} if args.attn_implementation is None else {'attn_implementation': args.attn_implementation}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-    if args.packing == 'documents' and not isinstance(model, FLAPreTrainedModel):
+    if args.packing == 'documents' and (not isinstance(model, FLAPreTrainedModel) or config.model_type in UNPACKED):
         raise ValueError(
             f'--packing documents tells documents apart by cu_seqlens, which {type(model).__name__} does not know; '
             'use --packing concatenated.',

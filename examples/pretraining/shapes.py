@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fla_kdn import KDNConfig
 from fla_kdn.models.kdn.presets import PRESETS as KDN_PRESETS
 from fla_kdn.models.kdn.presets import SIZES
+from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +37,6 @@ BUDGETS = {'750m': 50e9, '1.3b': 100e9}
 # dense bf16 FLOPs a second, by a part of the device's name
 PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'MI300X': 1307e12}
 
-# tokens of a chunk in the kernels
-CHUNK_SIZE = 64
 GIB = 2 ** 30
 
 
@@ -164,6 +163,12 @@ def costs(model: nn.Module, seq_len: int) -> Costs:
         # bf16, and accelerate's copy in fp32
         logits=6 * config.vocab_size,
     )
+
+
+def is_covered(model: nn.Module) -> bool:
+    """Whether :func:`costs` knows the blocks of a model, and not only its parameters."""
+    mixers = [block.attn for block in _blocks(model)]
+    return bool(mixers) and all(_has_memory(mixer) or _is_attention(mixer) for mixer in mixers)
 
 
 def _has_memory(module: nn.Module) -> bool:

@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Printe
 
 from fla_kdn.models.optim import DecayByNameMixin
 from pretraining.health import measure_health
-from pretraining.shapes import GIB, costs, meta_model, peak_flops
+from pretraining.shapes import GIB, costs, is_covered, meta_model, peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +146,8 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         self.batches = batches
         # what has to stay the same when the run goes on
         self.settings = settings
-        self.flops_per_token = costs(meta_model(self.model.config), self.args.seq_len).flops_per_token
+        shapes = meta_model(self.model.config)
+        self.flops_per_token = costs(shapes, self.args.seq_len).flops_per_token if is_covered(shapes) else None
         self.peak_flops = 1e12 * self.args.peak_tflops if self.args.peak_tflops else peak_flops()
         # those of this step
         self.micro_batches = []
@@ -212,7 +213,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
             rate = (step - first) * self.args.batch_tokens / (now - start) / self.args.world_size
             logs['tokens'] = step * self.args.batch_tokens
             logs['tokens_per_second_per_gpu'] = rate
-            if self.peak_flops:
+            if self.peak_flops and self.flops_per_token:
                 logs['mfu'] = rate * self.flops_per_token / self.peak_flops
             if self.args.device.type == 'cuda':
                 logs['memory_gib'] = torch.cuda.max_memory_allocated() / GIB

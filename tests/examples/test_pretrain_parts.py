@@ -19,6 +19,7 @@ import pyarrow
 import pytest
 import torch
 from conftest import assert_close
+from fla.models import Mamba2Config
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'examples'))
 import pretrain  # noqa: E402
 from pretraining.data import Batches, Lane, byte_tokenizer, collate, load_documents  # noqa: E402
 from pretraining.health import layer_health, measure_health  # noqa: E402
-from pretraining.shapes import PRESETS, SIZES, costs, make_config, meta_model, token_budget  # noqa: E402
+from pretraining.shapes import PRESETS, SIZES, costs, is_covered, make_config, meta_model, token_budget  # noqa: E402
 
 from fla_kdn import KalmanDeltaNet  # noqa: E402
 from fla_kdn.ops.kdn.gain import kdn_gain  # noqa: E402
@@ -399,6 +400,23 @@ def test_documents_need_a_model_that_tells_them_apart(tmp_path, capsys):
     data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
     assert run(tmp_path, data=data, model=str(tmp_path / 'llama')) == 2
     assert 'which LlamaForCausalLM does not know; use --packing concatenated' in capsys.readouterr().err
+    # takes cu_seqlens, and passes over them
+    Mamba2Config(
+        hidden_size=32, num_heads=8, head_dim=8, state_size=8, num_hidden_layers=1, vocab_size=264,
+    ).save_pretrained(tmp_path / 'mamba2')
+    assert run(tmp_path, data=data, model=str(tmp_path / 'mamba2')) == 2
+    assert 'which Mamba2ForCausalLM does not know' in capsys.readouterr().err
+
+
+def test_costs_that_are_not_known(tmp_path, capsys):
+    """A model of other blocks is not told to cost nothing, nor its log to have an mfu."""
+    LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=264,
+    ).save_pretrained(tmp_path / 'llama')
+    assert pretrain.main([f'--model={tmp_path / "llama"}', '--dry_run', '--train_tokens=1e6']) == 0
+    told = capsys.readouterr().out
+    assert 'are not known for LlamaForCausalLM' in told and 'parameters' in told and 'state' not in told
+    assert is_covered(meta_model(make_config('kdn-swa-tiny-diagonal'))) and is_covered(meta_model(make_config('kda-tiny')))
 
 
 def test_presets_are_all_there():
