@@ -153,6 +153,15 @@ def test_shapes_and_types(op, B, T, H, HV, K, V, dtype):
     assert got['final_state'].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@parametrize_ops()
+def test_type_of_the_output(op):
+    """FLA's chunked forms return that of q, its recurrent forms that of v."""
+    inputs, _ = make_inputs(op, T=5, dtype=torch.float32)
+    inputs['q'], inputs['k'] = inputs['q'].bfloat16(), inputs['k'].bfloat16()
+    o, _ = op(**inputs)
+    assert o.dtype == (torch.bfloat16 if op in (chunk_kda, chunk_gated_delta_rule) else torch.float32)
+
+
 @pytest.mark.parametrize('dtype', DTYPES[:2], ids=str)
 @pytest.mark.parametrize('options', [
     pytest.param({'scale': 0.3}, id='scale'),
@@ -325,6 +334,8 @@ def test_recurrent_kda_writes_the_state_in_place():
     assert S is inputs['initial_state']
     assert torch.equal(o, want[0])
     assert torch.equal(S, want[1])
+    with pytest.raises(ValueError, match='needs an `initial_state`'):
+        fused_recurrent_kda_fwd(**{name: x for name, x in inputs.items() if name != 'initial_state'})
 
 
 @pytest.mark.filterwarnings('error::DeprecationWarning')
@@ -360,7 +371,12 @@ def test_bad_arguments(op):
         for chunk_size in (8, 48, 128):
             with pytest.raises(ValueError, match='`chunk_size` must be'):
                 op(**inputs, chunk_size=chunk_size)
+    if op is chunk_gated_delta_rule:
+        with pytest.raises(DeprecationWarning, match='head_first'):
+            op(**inputs, head_first=True)
     if op is chunk_kda:
+        with pytest.raises(ValueError, match='`initial_state` must be in float32, got torch.bfloat16'):
+            op(**inputs | {'initial_state': inputs['initial_state'].bfloat16()})
         for lower_bound in (None, -5.5, 0., math.nan):
             with pytest.raises(ValueError, match='`lower_bound` must be'):
                 op(**inputs, **gate, use_gate_in_kernel=True, safe_gate=True, lower_bound=lower_bound)

@@ -143,11 +143,13 @@ def delta_rule(
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
     output_writes: bool = False,
+    o_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Gated delta rule with the arguments of `chunk_kda`; `g` is `[B, T, HV, K]`, or `[B, T, HV]` unless `decay_per_channel`.
 
-    Computes in fp32 (float64 if `q` is float64) and returns `o` in the type of `v`, the state in fp32 (float64); if
-    `output_writes` also `beta_t (v_t - k_t^T Diag(e^{g_t}) S_{t-1})` `[B, T, HV, V]`.
+    Computes in fp32 (float64 if `q` is float64, but for the gates of `use_gate_in_kernel`, which are FLA's) and returns `o` in
+    `o_dtype`, by default the type of `v`, the state in fp32 (float64); if `output_writes` also
+    `beta_t (v_t - k_t^T Diag(e^{g_t}) S_{t-1})` `[B, T, HV, V]`.
     """
     H, K, HV, V = *q.shape[2:], *v.shape[2:]
     if q.shape != k.shape:
@@ -173,7 +175,7 @@ def delta_rule(
 
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        o_dtype, scale = v.dtype, K ** -0.5 if scale is None else scale
+        o_dtype, scale = o_dtype or v.dtype, K ** -0.5 if scale is None else scale
         q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
         g = g if decay_per_channel else g.unsqueeze(-1)
         if use_qk_l2norm_in_kernel:
@@ -275,6 +277,8 @@ def chunk_kda_torch(
     _refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context, use_graph=use_graph)
     if safe_gate and use_gate_in_kernel and (lower_bound is None or not -5 <= lower_bound < 0):
         raise ValueError(f'`lower_bound` must be in the safe range [-5, 0) when `safe_gate=True`, got {lower_bound}.')
+    if initial_state is not None and initial_state.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f'`initial_state` must be in float32, got {initial_state.dtype}.')
     return delta_rule(
         q=q,
         k=k,
@@ -295,6 +299,7 @@ def chunk_kda_torch(
         A_log=kwargs.get('A_log'),
         dt_bias=kwargs.get('dt_bias'),
         chunk_size=_chunk_size(kwargs, (32, 64)),
+        o_dtype=q.dtype,
     )
 
 
@@ -331,6 +336,8 @@ class KDATorchBackend(TorchBackend):
             num_accepted_tokens=num_accepted_tokens,
             beta_of_each_value_channel=beta.ndim == v.ndim,
         )
+        if inplace_final_state and initial_state is None:
+            raise ValueError('`inplace_final_state` needs an `initial_state` to write to.')
         with torch.no_grad():
             o, final_state = delta_rule(
                 q=q,
@@ -381,6 +388,8 @@ class GatedDeltaRuleTorchBackend(TorchBackend):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         _refuse(cp_context=cp_context)
+        if 'head_first' in kwargs:
+            raise DeprecationWarning('`head_first` is no argument any more: inputs are `[B, T, H, ...]`.')
         return delta_rule(
             q=q,
             k=k,
@@ -400,6 +409,7 @@ class GatedDeltaRuleTorchBackend(TorchBackend):
             A_log=kwargs.get('A_log'),
             dt_bias=kwargs.get('dt_bias'),
             chunk_size=_chunk_size(kwargs, (16, 32, 64)),
+            o_dtype=q.dtype,
         )
 
 
