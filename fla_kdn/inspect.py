@@ -181,7 +181,10 @@ function draw() {
   const measure = pick('measure').value, layer = pick('layer').value;
   const series = data.map(model => {
     if (measure === 'loss') return model.loss;
-    const rows = model.values[measure], chosen = layer === 'all' ? rows : [rows[Math.min(layer, rows.length - 1)]];
+    const rows = model.values[measure];
+    const chosen = layer === 'all' ? rows : rows.filter((_, i) => model.layers[i] === Number(layer));
+    // that layer of a hybrid is attention
+    if (!chosen.length) return [];
     return model.loss.map((_, t) => chosen.reduce((sum, row) => sum + row[t], 0) / chosen.length);
   });
   const sorted = series.flat().sort((a, b) => a - b);
@@ -189,10 +192,10 @@ function draw() {
   pick('low').textContent = low.toPrecision(3);
   pick('high').textContent = high.toPrecision(3);
   data.forEach((model, m) => {
-    const spans = pick('tokens' + m).children;
-    series[m].forEach((value, t) => {
-      spans[t].style.background = colour((value - low) / (high - low || 1));
-      spans[t].dataset.value = value.toPrecision(3);
+    [...pick('tokens' + m).children].forEach((span, t) => {
+      const value = series[m][t];
+      span.style.background = value === undefined ? '' : colour((value - low) / (high - low || 1));
+      span.dataset.value = value === undefined ? 'no KDN layer' : value.toPrecision(3);
     });
   });
 }
@@ -211,6 +214,7 @@ def make_page(traces: list[Trace], images: dict[str, str]) -> str:
     """One HTML file: tokens in colour, by measure and layer, and the pictures."""
     data = [
         {
+            'layers': x.layers,
             'loss': [round(v, 4) for v in x.loss.tolist()],
             # the mean over the heads of a layer
             'values': {name: [[round(v, 5) for v in row] for row in y.mean(1).tolist()] for name, y in x.values.items()},
@@ -219,8 +223,8 @@ def make_page(traces: list[Trace], images: dict[str, str]) -> str:
     ]
     measures = {**MEASURES, 'loss': 'loss: −log probability of the token under the model (nats)'}
     options = ''.join(f'<option value="{name}">{html.escape(title)}</option>' for name, title in measures.items())
-    longest = max(traces, key=lambda x: len(x.layers))
-    layers = ''.join(f'<option value="{i}">layer {layer}</option>' for i, layer in enumerate(longest.layers))
+    numbers = sorted({layer for x in traces for layer in x.layers})
+    layers = ''.join(f'<option value="{layer}">layer {layer}</option>' for layer in numbers)
     columns = ''.join(
         f'<div><h2>{html.escape(x.name)}</h2><div class="tokens" id="tokens{m}">'
         + ''.join(f'<span data-t="{t}">{html.escape(token)}</span>' for t, token in enumerate(x.tokens))

@@ -74,8 +74,11 @@ def test_page(folder, names, capsys):
     assert len(data) == len(names)
     for name, x in zip(names, data, strict=True):
         assert set(x['values']) == set(MEASURES)
-        layers = 2 if name == 'hybrid' else 3
-        assert all(len(rows) == layers and len(row) == 7 for rows in x['values'].values() for row in rows)
+        # by which the page finds the rows of a layer
+        assert x['layers'] == ([0, 2] if name == 'hybrid' else [0, 1, 2])
+        assert all(len(rows) == len(x['layers']) and len(row) == 7 for rows in x['values'].values() for row in rows)
+    offered = re.findall(r'<option value="(\d+)">layer (\d+)</option>', page)
+    assert offered == [(str(i), str(i)) for i in ([0, 2] if names == ['hybrid'] else [0, 1, 2])]
     assert page.count('<span data-t="2">&lt;/script&gt;</span>') == len(names)
 
 
