@@ -502,7 +502,7 @@ def test_trust_remote_code(tmp_path):
     first, second, third = (tmp_path / name for name in ('first', 'second', 'third'))
     model.save_pretrained(first)
     output = json.loads(run_python(TRUST_REMOTE_CODE, first, second, HF_HOME=str(tmp_path / 'hf')).splitlines()[-1])
-    assert 'pip install fla-kdn' in output['message']
+    assert 'the package fla_kdn, is not installed' in output['message']
     assert output['modules'] == [
         'fla_kdn.models.kdn.modeling_kdn', 'fla_kdn.models.kdn.modeling_kdn', 'fla_kdn.models.kdn.configuration_kdn']
     assert torch.equal(torch.tensor(output['logits']), logits(model, ids))

@@ -9,7 +9,9 @@
 
 try:
     from fla_kdn.models.kdn import KDNConfig, KDNForCausalLM, KDNModel
-except ImportError as error:
-    raise ImportError('This checkpoint is a Kalman Delta Network, whose code is not installed: pip install fla-kdn') from error
+except ModuleNotFoundError as error:
+    if error.name != 'fla_kdn':
+        raise
+    raise ImportError('This checkpoint is a Kalman Delta Network; its code, the package fla_kdn, is not installed.') from error
 
 __all__ = ['KDNConfig', 'KDNForCausalLM', 'KDNModel']

@@ -35,9 +35,7 @@ A language model of {num_parameters:,} parameters; width {config.hidden_size}; {
 A Kalman Delta Network writes to a linear-attention memory by a Kalman gain, from the tracked uncertainty of that memory
 ([arXiv 2609.07816](https://arxiv.org/abs/2609.07816)).
 
-```sh
-pip install fla-kdn
-```
+Its code is the package `fla_kdn`, an extension of flash-linear-attention, to be installed from its repository.
 
 ```python
 import fla_kdn  # registers the architecture; or trust_remote_code=True below
