@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import benchmarks.compare.models  # noqa: F401
 import fla_kdn  # noqa: F401
 from benchmarks.compare.data import DOCUMENT_END, read_documents
 from fla_kdn.models.compat import fix_fla_generation
@@ -29,24 +29,9 @@ if TYPE_CHECKING:
 DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens are bytes, as in the models of `benchmarks.compare`; there are no special tokens."""
-    vocabulary = {f'<0x{byte:02X}>': byte for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    # a text may be longer than any context
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
-
-
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; bytes if its folder has none and its vocabulary is 256."""
     if Path(path).is_dir() and not any(Path(path).glob('tokenizer*')):
-        vocab_size = AutoConfig.from_pretrained(path).vocab_size
-        if vocab_size != 256:
-            raise ValueError(
-                f'MODEL {path} has no tokenizer: expected its files there, or a vocab_size of 256 for bytes, got {vocab_size}',
-            )
-        return byte_tokenizer()
+        raise ValueError(f'MODEL {path} has no tokenizer; its files are expected there')
     return AutoTokenizer.from_pretrained(path)
 
 

@@ -20,6 +20,7 @@ from lm_eval.__main__ import HarnessCLI
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import setup_logging, simple_parse_args_string
 
+import benchmarks.compare.models  # noqa: F401
 import fla_kdn  # noqa: F401
 from fla_kdn.models.compat import fix_fla_generation
 

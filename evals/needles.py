@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,8 +124,8 @@ def main(argv: list[str] | None = None) -> None:
         haystack = Haystack(read_text(args.text))
         model, tokenizer = load(args.model, args.dtype)
         for task in tasks:
-            # a length that is too short is told before the work begins
-            next(make_samples(TASKS[task], tokenizer, haystack, lengths[0], count=1, seed=args.seed))
+            # a length that is too short, for one sample at least, is told before the work begins
+            deque(make_samples(TASKS[task], tokenizer, haystack, lengths[0], args.samples, args.seed), maxlen=0)
         shared = {
             'model': args.model,
             'weights': weights_fingerprint(model),

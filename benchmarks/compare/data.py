@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +37,18 @@ DOCUMENT_END = '\n\n\n'
 
 # folders of Python's library that are no part of it, or repeat themselves
 LEFT_OUT = frozenset({'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'})
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens are bytes; tools that want tokens to pad and to end with get the byte 0, which stands in no text."""
+    vocabulary = {f'<0x{byte:02X}>': byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    # a text may be longer than any context, and the name of a byte is no byte
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, split_special_tokens=True,
+        pad_token='<0x00>', eos_token='<0x00>',
+    )
 
 
 class Text:
@@ -101,7 +116,8 @@ TEXTS = {
 
 
 def read_documents(text: str | None) -> dict[str, str]:
-    """The documents of a file or of a folder, or the documentation texts that ship with Python."""
+    """The documents of a file or of a folder, with the line ends and blank lines of Unix, or the documentation texts that ship
+    with Python."""
     if text is None:
         return read_documentation()
 
@@ -111,7 +127,11 @@ def read_documents(text: str | None) -> dict[str, str]:
     # of a folder, all but hidden and binary files
     paths = [root] if root.is_file() else [p for p in root.rglob('*') if p.is_file() and '/.' not in f'/{p.relative_to(root)}']
     contents = {str(p.relative_to(root)): p.read_bytes() for p in paths}
-    documents = {name: x.decode(errors='replace') for name, x in contents.items() if x.strip() and b'\0' not in x}
+    documents = {
+        # by their blank lines paragraphs are told apart
+        name: re.sub(r'\n[ \t]+(?=\n)', '\n', x.decode(errors='replace').replace('\r\n', '\n').replace('\r', '\n'))
+        for name, x in contents.items() if x.strip() and b'\0' not in x
+    }
     if not documents:
         raise ValueError(f'--text: {text} holds no text')
     return documents

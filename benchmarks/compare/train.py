@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from benchmarks.compare.data import IGNORE
+from benchmarks.compare.data import IGNORE, byte_tokenizer
 from benchmarks.compare.mixers import build_model
 from fla_kdn.models.optim import parameter_groups
 
@@ -117,6 +117,8 @@ def train(
     result['state_bytes'] = state_size(model, bf16)
     folder = run.model_folder(out)
     model.save_pretrained(folder)
+    if run.task == 'language':
+        byte_tokenizer().save_pretrained(folder)
     result['reload_error'] = reload_error(model, folder, bf16)
     return result
 

@@ -96,6 +96,17 @@ def long_paragraphs(texts: list[str]) -> set[str]:
     return {words for text in texts for words, _ in paragraphs(text) if len(words) >= SHARED_LENGTH}
 
 
+@pytest.mark.parametrize('lines', [('\n', '\r\n'), ('\n\n', '\n  \n\t\n')], ids=['ends', 'blank'])
+def test_paragraphs_of_files_from_elsewhere(tmp_path, lines):
+    """Paragraphs are told apart in files of other editors and systems, too."""
+    for name, text in DOCUMENTS.items():
+        (tmp_path / name).write_bytes(text.replace(*lines).encode())
+    documents = read_documents(str(tmp_path))
+    assert {name: ' '.join(x.split()) for name, x in documents.items()} == {
+        name: ' '.join(x.split()) for name, x in DOCUMENTS.items()}
+    assert long_paragraphs(list(documents.values())) == long_paragraphs(list(DOCUMENTS.values()))
+
+
 def test_documents_that_quote_each_other_are_not_in_both_parts():
     # in lines of another width
     quoting = '\n\n'.join(DOCUMENTS.values()).replace('words of', 'words\n   of')

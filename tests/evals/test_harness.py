@@ -22,6 +22,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from benchmarks.compare.data import byte_tokenizer
+from benchmarks.compare.mixers import build_model, matched_config
+from benchmarks.compare.settings import PRESETS
 from evals import harness
 from fla_kdn.models.compat import fix_fla_generation
 
@@ -108,8 +111,16 @@ def tasks(tmp_path, monkeypatch):
     return folder
 
 
-def test_command_runs_tasks_of_all_kinds(tasks, tmp_path, monkeypatch):
-    folder, output = tiny.save(tmp_path, 'isotropic'), tmp_path / 'results.json'
+@pytest.mark.parametrize('kind', ['isotropic', 'side-by-side'])
+def test_command_runs_tasks_of_all_kinds(tasks, tmp_path, monkeypatch, kind):
+    """On a model of the side-by-side job, too: one that only it has, of bytes."""
+    output = tmp_path / 'results.json'
+    if kind == 'side-by-side':
+        folder = str(tmp_path / 'model')
+        build_model(matched_config('attention', PRESETS['cpu'].backbone)[0], seed=0).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    else:
+        folder = tiny.save(tmp_path, kind)
     monkeypatch.setattr(sys, 'argv', [
         'harness', '--model_args', f'pretrained={folder},dtype=float32', '--tasks', ','.join(TASKS), '--batch_size', '4',
         '--include_path', str(tasks), '--output_path', str(output), '--log_samples',

@@ -17,8 +17,9 @@ from dataclasses import asdict
 import pytest
 import tiny
 
+from benchmarks.compare.data import byte_tokenizer
 from evals import needles
-from evals.common import byte_tokenizer, load, load_tokenizer
+from evals.common import load, load_tokenizer
 from evals.haystack import (
     ADJECTIVES,
     ANSWER_TOKENS,
@@ -283,12 +284,22 @@ def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
     assert f'MODEL {tmp_path}/nothing' in capsys.readouterr().err
 
 
-def test_models_of_bytes_need_no_tokenizer(tmp_path):
-    tiny.make_model('diagonal', vocab_size=256).save_pretrained(tmp_path)
+def test_bytes_as_tokens(tmp_path):
+    """As the models of the side-by-side job have them."""
+    tiny.make_model('diagonal', vocab_size=320).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='has no tokenizer'):
+        load_tokenizer(str(tmp_path))
+    byte_tokenizer().save_pretrained(tmp_path)
     _, tokenizer = load(str(tmp_path))
     text = 'naïve <0x41>\n\n 漢字'
     ids = tokenizer(text)['input_ids']
-    assert bytes(ids) == text.encode() and tokenizer.decode(ids) == byte_tokenizer().decode(ids) == text
-    tiny.make_model('diagonal', vocab_size=300).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='has no tokenizer'):
-        load_tokenizer(str(tmp_path))
+    assert bytes(ids) == text.encode() and tokenizer.decode([*ids, 300]) == tokenizer.decode(ids) == text
+    # not even the name of the token that pads
+    assert tokenizer('<0x00>')['input_ids'] == list(b'<0x00>') and tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    # nor is a length told to do that is too short for a later sample
+    task, arguments = TASKS['mk_niah_1'], (Haystack('one two three'), 665, 20, 0)
+    with pytest.raises(ValueError, match='needs at least'):
+        list(make_samples(task, tokenizer, *arguments))
+    with pytest.raises(SystemExit, match='2'):
+        needles.main([str(tmp_path), '--tasks', 'mk_niah_1', '--lengths', '665', '--samples', '20', '--seed', '0',
+                      '--output', str(tmp_path / 'out')])
