@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.compare.mixers import MIXERS
 from benchmarks.compare.runs import end_loss
+from benchmarks.compare.train import STATE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -132,7 +133,7 @@ def overview_columns() -> list[Column]:
 
     return [
         Column('parameters', named('parameters'), '{:,.0f}'.format),
-        Column('state, bytes per sequence', named('state_bytes'), '{:,.0f}'.format, min),
+        Column(f'state after {STATE_TOKENS} tokens, bytes', named('state_bytes'), '{:,.0f}'.format, min),
         Column('bits per byte', named('bits_per_byte'), '{:.3f}'.format, min),
         Column('training tokens/s', named('train_tokens_per_second'), '{:,.0f}'.format, max),
         Column('decoding tokens/s', named('decode_tokens_per_second'), '{:,.0f}'.format, max),
