@@ -96,6 +96,20 @@ def long_paragraphs(texts: list[str]) -> set[str]:
     return {words for text in texts for words, _ in paragraphs(text) if len(words) >= SHARED_LENGTH}
 
 
+def test_split_keeps_headings_and_does_not_depend_on_the_order():
+    documents = {f'{i}.txt': f'Title\n\nlong paragraph {i} ' + f'w{i} ' * 40 for i in range(30)}
+    train, validation = split(documents)
+    assert split(dict(reversed(documents.items()))) == (train, validation)
+    assert all(text.startswith('Title\n\n') for text in train)
+
+
+def test_the_last_window_fits():
+    text = Text({'a': 'x' * 40}, 'a')
+    size = len(text.train)
+    for _, targets in text.batches(Training(200, 8, (1e-3,)), size - 1, 0):
+        assert targets.shape[1] == size - 1
+
+
 @pytest.mark.parametrize('lines', [('\n', '\r\n'), ('\n\n', '\n  \n\t\n')], ids=['ends', 'blank'])
 def test_paragraphs_of_files_from_elsewhere(tmp_path, lines):
     """Paragraphs are told apart in files of other editors and systems, too."""

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.compare import tasks
+from benchmarks.compare import summary, tasks
 from benchmarks.compare.data import IGNORE
 from benchmarks.compare.tasks import Evaluation, Needles, NoisyAssociations, Overwriting, Recall, Training
 from evals.synthetic import TokenNeedles
@@ -232,3 +232,45 @@ def test_scores_are_means_over_the_targets_of_a_place():
 def test_sizes_that_do_not_fit_are_named(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_no_seed_trains_on_the_evaluation():
+    for x, pairs in zip(RECALL.evaluations(), RECALL.eval_pairs, strict=True):
+        assert not torch.equal(x.inputs, RECALL.make_batch(pairs, 4 * pairs, 8, generator(pairs))[0])
+
+
+def test_a_step_has_a_sequence_at_least():
+    assert len(next(replace(RECALL, training=replace(TRAINING, tokens=4)).batches(0))[0]) == 1
+
+
+@pytest.mark.parametrize('task', [RECALL, SCATTERED], ids=['recall', 'scattered'])
+def test_panels_say_what_training_has(task):
+    for name, panel in task.panels.items():
+        sizes = set()
+        for x, y in task.batches(0):
+            pairs = int((y[0] != IGNORE).sum())
+            sizes.add(pairs if name == 'pairs' else (x.shape[1] + 1) // pairs * task.length_pairs)
+        assert (min(sizes), max(sizes)) == panel.trained
+
+
+# ---- summary
+
+
+def test_spread_is_that_of_a_sample():
+    assert summary.spread_of([1., 3.])['spread'] == pytest.approx(2 ** 0.5) and summary.spread_of([1.])['spread'] is None
+
+
+def test_no_two_mixers_are_best():
+    column = summary.Column('x', lambda x: x['v'], summary.percent, max)
+    values = {'a': {'v': 0.5}, 'b': {'v': 0.50001}, 'c': {'v': 0.1}}
+    assert [best for _, best in summary.cells(column, values)] == [False] * 3
+    assert [best for _, best in summary.cells(column, values | {'b': {'v': 0.6}})] == [False, True, False]
+
+
+def test_headline_is_the_hardest_of_training():
+    values = {pairs: {'mean': 1., 'spread': None, 'values': [1.]} for pairs in ('4', '16')}
+    mixer = {'losses_by_rate': {}, 'accuracy_by_rate': {}, 'accuracy': {'recall': {'pairs': values}}}
+    about = summary.describe_task(RECALL)
+    about['panels']['pairs']['trained'] = (2, 16)
+    content = {'settings': {'seeds': [0]}, 'tasks': {'recall': about}, 'mixers': {'kda': mixer}}
+    assert next(x for x in summary.blocks_of(content) if x.task == 'recall').headline.title == '16'

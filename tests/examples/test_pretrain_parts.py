@@ -14,6 +14,7 @@ import random
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -26,9 +27,20 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'examples'))
 
 import pretrain  # noqa: E402
-from pretraining.data import Batches, Lane, byte_tokenizer, collate, load_documents  # noqa: E402
+from pretraining import trainer as trainer_module  # noqa: E402
+from pretraining.data import Batches, Lane, byte_tokenizer, collate, find_files, load_documents  # noqa: E402
 from pretraining.health import layer_health, measure_health  # noqa: E402
-from pretraining.shapes import PRESETS, SIZES, costs, is_covered, make_config, meta_model, token_budget  # noqa: E402
+from pretraining.shapes import (  # noqa: E402
+    PRESETS,
+    SIZES,
+    costs,
+    is_covered,
+    make_config,
+    meta_model,
+    peak_flops,
+    token_budget,
+)
+from pretraining.trainer import PretrainingTrainer  # noqa: E402
 
 from fla_kdn import KalmanDeltaNet  # noqa: E402
 from fla_kdn.ops.kdn.gain import kdn_gain  # noqa: E402
@@ -167,6 +179,33 @@ def test_nothing_of_a_document_reaches_another(model):
     assert abs(losses['documents'] / losses['concatenated'] - 1) > 1e-3
 
 
+def test_blocks_and_lanes_have_orders_of_their_own(tmp_path):
+    (tmp_path / 'a.jsonl').write_text('\n'.join(json.dumps({'text': str(i)}) for i in range(64)))
+    documents, _ = load_documents(str(tmp_path), None, 'train', 'text')
+    orders = set()
+    for index in range(2):
+        lane = Lane(documents, byte_tokenizer(), 'text', 32, block_size=16, seed=0, index=index, lanes=2)
+        for _, _, block in lane._blocks(0, lane.position):
+            rank = sorted(map(int, block.texts))
+            orders.add(tuple(rank.index(int(x)) for x in block.texts))
+    assert len(orders) == 4
+
+
+def test_hidden_files_are_no_data(tmp_path):
+    for name in ('a.txt', '.b.txt', '.cache/c.txt'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('x')
+    assert find_files(str(tmp_path)) == [str(tmp_path / 'a.txt')]
+
+
+def test_fingerprint_tells_files_of_one_name_apart(tmp_path):
+    prints = []
+    for text in ('a', 'ab', 'ab'):
+        (tmp_path / 'a.txt').write_text(text)
+        prints.append(load_documents(str(tmp_path), None, 'train', 'text')[1])
+    assert prints[0] != prints[1] == prints[2]
+
+
 # ---- shapes
 
 
@@ -237,6 +276,22 @@ def test_dry_run(capsys):
     assert capsys.readouterr().out.splitlines()[-1].strip() == '64   cannot share the 16 rows of a step'
 
 
+def test_memory_by_hand():
+    cost = costs(meta_model(make_config('kdn-tiny-diagonal')), 64)
+    D, F, HV, K, V, N, layers = 64, 152, 2, 32, 32, cost.parameters, 2
+    block = 12 * D + 4 * F + 4 * (2 * HV * K + HV * V) + 12 * HV * K + 4 * HV * 64 + 6 * HV * V
+    assert (cost.block_activations, cost.activations, cost.logits) == (block, layers * block, 6 * 264)
+    assert cost.memory(100, 1, 'fsdp', False, False) == 18 * N + 100 * (layers * block + cost.logits)
+    assert cost.memory(100, 8, 'ddp', True, False) == 20 * N + 2 * cost.block + 100 * (4 * D * layers + block + cost.logits)
+
+
+def test_peak_flops(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    for name, flops in {'NVIDIA H100 PCIe': 756e12, 'NVIDIA H100 80GB HBM3': 989e12, 'Some Card': None}.items():
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda name=name: name)
+        assert peak_flops() == flops
+
+
 def test_recipe(tmp_path):
     """The paper's, by default."""
     data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(200)))
@@ -261,7 +316,9 @@ def test_recipe(tmp_path):
 # ---- health
 
 
-@pytest.mark.parametrize('options', [{}, {'learn_info_scale': True, 'info_scale': 7.0}, {'fixed_r': 0.3, 'safe_gate': False}])
+@pytest.mark.parametrize('options', [
+    {}, {'learn_info_scale': True, 'info_scale': 7.0}, {'fixed_r': 0.3, 'safe_gate': False}, {'lower_bound': -0.5},
+])
 @pytest.mark.parametrize('covariance', ['diagonal', 'isotropic'])
 def test_layer_health(covariance, options):
     """Against the gain stage of the op: from its whitened keys and its beta in the first, its beta in the second variant."""
@@ -277,7 +334,8 @@ def test_layer_health(covariance, options):
         gain = kdn_gain(
             k, k, g, **arguments, initial_cov=layer.prior_covariance(), covariance=covariance, use_qk_l2norm_in_kernel=True,
             info_scale=layer.log_info_scale.exp() if layer.learn_info_scale else layer.info_scale,
-            A_log=layer.A_log, dt_bias=layer.dt_bias, safe_gate=layer.safe_gate, cu_seqlens=bounds,
+            A_log=layer.A_log, dt_bias=layer.dt_bias, safe_gate=layer.safe_gate, lower_bound=layer.lower_bound,
+            cu_seqlens=bounds,
         )
         got = layer_health(layer, x, bounds)
         norm = gain.k.square().sum(-1).repeat_interleave(4 // gain.k.shape[2], dim=2)
@@ -292,18 +350,59 @@ def test_layer_health(covariance, options):
             for i, extreme in enumerate((p_hat.amin(), p_hat.amax()), start=1):
                 assert_close(got[i], extreme, 1e-3, 'covariance')
         raw = -layer.A_log.exp()[:, None] * torch.nn.functional.softplus(g + layer.dt_bias.view(4, 8))
-        share = (raw <= -5).float().mean() if layer.safe_gate else torch.zeros(())
+        share = (raw <= (layer.lower_bound or -5)).float().mean() if layer.safe_gate else torch.zeros(())
         assert torch.equal(got[3], share) and (share > 0.01 or not layer.safe_gate)
 
 
 def test_health_of_a_model():
+    """Of its layers, on a pass as in evaluation, with documents apart."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config('kdn-swa-tiny-isotropic')).train()
-    ids = torch.randint(264, (1, 40))
-    health = measure_health(model, ids, torch.tensor([0, 9, 40]))
-    assert set(health) == {'kdn_write_strength', 'kdn_covariance_min', 'kdn_covariance_max', 'kdn_decay_floor_share'}
+    model = AutoModelForCausalLM.from_config(make_config('kdn-tiny-diagonal', {'lower_bound': -0.5})).train()
+    ids, bounds, modes = torch.randint(264, (1, 40)), torch.tensor([0, 9, 40]), []
+    with torch.no_grad():
+        hidden = model.model(ids, cu_seqlens=bounds, output_hidden_states=True).hidden_states
+        blocks = zip(model.model.layers, hidden, strict=False)
+        strength, low, high, floor = torch.stack([layer_health(b.attn, b.attn_norm(x), bounds) for b, x in blocks]).T
+    handle = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    health = measure_health(model, ids, bounds)
+    handle.remove()
+    want = {
+        'write_strength': strength.mean(), 'covariance_min': low.min(), 'covariance_max': high.max(),
+        'decay_floor_share': floor.mean(),
+    }
+    assert health == {f'kdn_{name}': pytest.approx(x.item(), rel=1e-5) for name, x in want.items()}
+    assert health['kdn_decay_floor_share'] > 0 and modes == [False]
     assert model.training and not any(module._forward_pre_hooks for module in model.modules())
+    hybrid = AutoModelForCausalLM.from_config(make_config('kdn-swa-tiny-isotropic'))
+    assert measure_health(hybrid, ids, bounds).keys() == health.keys()
     assert measure_health(AutoModelForCausalLM.from_config(make_config('kda-tiny')), ids) == {}
+
+
+def test_rate(monkeypatch):
+    """Of one of two GPUs; logging and saving do not count."""
+    clock = iter((10., 12., 20., 23., 28.)).__next__
+    trainer = object.__new__(PretrainingTrainer)
+    trainer.__dict__ |= {
+        '_finish_save': lambda wait=True: None, '_begin_save': lambda positions: None, 'store_flos': lambda: None,
+        '_health': dict, 'batches': SimpleNamespace(positions={}), 'peak_flops': 1000., 'flops_per_token': 2.,
+        'last_log': (5., 0), 'state': SimpleNamespace(global_step=10, max_steps=20, epoch=0.),
+        'args': SimpleNamespace(batch_tokens=100, world_size=2, device=torch.device('cpu')),
+    }
+    monkeypatch.setattr(trainer_module.time, 'perf_counter', clock)
+    monkeypatch.setattr(trainer_module, 'gather_object', lambda x: x)
+    monkeypatch.setattr(trainer_module.Trainer, 'log', lambda *_: None)
+    logs = {'loss': 1.}
+    trainer.log(logs)
+    # 10 steps in 5 seconds, of which each GPU had a half
+    assert logs['tokens_per_second_per_gpu'] == 100 and logs['mfu'] == pytest.approx(0.2) and logs['tokens'] == 1000
+    # bytes, where the system counts in KiB: a process with PyTorch has more than 50 MiB
+    assert 0.05 < logs['memory_gib'] < 100
+    # logging ended at 12; a save from 20 to 23; again at 28, 10 steps later
+    trainer._save_checkpoint(None)
+    trainer.state.global_step, logs = 20, {'loss': 1.}
+    monkeypatch.setattr(trainer_module.time, 'perf_counter', lambda: 28.)
+    trainer.log(logs)
+    assert logs['tokens_per_second_per_gpu'] == pytest.approx(1000 / 13 / 2)
 
 
 # ---- bad input

@@ -260,6 +260,21 @@ def test_low_precision(dtype):
     assert_close(o.double(), dense(layer, x), 2e-2)
 
 
+def test_angles_of_distant_tokens_in_low_precision():
+    layer, x, tokens = make_layer(dtype=torch.bfloat16), make_input(1, 600, torch.bfloat16), torch.arange(600)[None]
+    exact = copy.deepcopy(layer).double().project(x.double(), tokens)
+    for got, want in zip(layer.project(x, tokens), exact, strict=True):
+        assert rel(got, want) < 1e-2
+
+
+@torch.no_grad()
+def test_the_cache_of_a_window_keeps_no_more():
+    cache = Cache()
+    make_layer(window_size=6)(make_input(1, 50), past_key_values=cache, use_cache=True)
+    for x in cache[0]['attn_state']:
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor, and of all, that operations return."""
 

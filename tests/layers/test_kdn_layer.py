@@ -437,3 +437,30 @@ def test_a_piece_of_padding_only():
     assert o.shape == (2, 3, 32) and not o.any()
     o = layer(x[:, 4:], past_key_values=cache, use_cache=True)[0]
     assert_close(o, layer(x)[0][:, 4:], 1e-5, 'o')
+
+
+@pytest.mark.parametrize('options', [{'fixed_r': 0.1}, {'fixed_omega': 0.1}, {'learn_info_scale': True, 'fixed_omega': 0.1}])
+def test_variances_of_a_bf16_layer_are_fp32(options):
+    layer = make_layer(**options).bfloat16()
+    noise = layer.noise(make_input(1, 5).bfloat16())
+    assert noise['omega'].dtype == noise['r'].dtype == torch.float32
+    if 'fixed_omega' in options:
+        assert (noise['omega'] == 0.1).all()
+    if 'learn_info_scale' in options:
+        assert layer.information_scale().dtype == torch.float32
+
+
+@pytest.mark.parametrize('options', [{'lower_bound': -0.5}, {'use_short_conv': False}])
+def test_filter_inputs(options):
+    """Of options that no model here has; the others are tested on models."""
+    layer, x = make_layer(randomize=False, **options), make_input(1, 20)
+    with torch.no_grad():
+        layer.dt_bias.uniform_(-4, 2)
+        want = naive_recurrent_kdn(
+            **layer.filter_inputs(x),
+            v=x.new_zeros(1, 20, 2, 1),
+            initial_cov=layer.prior_covariance(),
+            output_uncertainty=True,
+        )[-1]
+        got = layer(x, output_uncertainty=True)[1]
+    assert_close(got.read_variance, want.read_variance, 1e-5)

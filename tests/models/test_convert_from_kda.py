@@ -428,3 +428,12 @@ def test_refused_commands(tmp_path, capsys):
             main([str(tmp_path / args[0]), str(tmp_path / args[1]), *args[2:]])
         assert message in capsys.readouterr().err
     assert not (tmp_path / 'kdn').exists()
+
+
+@torch.no_grad()
+def test_floor_of_the_decay_in_omega():
+    layer = convert_kda(make_kda(), 'diagonal', lower_bound=-0.05).model.layers[0].attn
+    g = -layer.A_log.exp()[:, None] * F.softplus(layer.dt_bias.view(2, 8))
+    assert (g < -0.05).any()
+    omega = F.softplus(layer.omega_proj[-1].bias).view(2, 8)
+    assert_close(omega, COVARIANCE * (1 - (2 * g.clamp(min=-0.05)).exp() / 2), 1e-3)

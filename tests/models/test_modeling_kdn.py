@@ -135,6 +135,16 @@ def test_l2warp(loss):
         check(got, {name: share * x for name, x in results[0].items()})
 
 
+def test_config_reaches_attention_and_mlp():
+    sizes = {'hidden_size': 256, 'num_heads': 2, 'head_dim': 16, 'vocab_size': 50, 'num_hidden_layers': 2}
+    options = {**sizes, 'intermediate_size': None}
+    attn = {'layers': [0], 'num_heads': 2, 'rope_theta': 500., 'qkv_bias': True}
+    first, second = KDNForCausalLM(KDNConfig(**options, attn=attn, hidden_ratio=2, hidden_act='powlu')).model.layers
+    assert first.attn.rope_theta == 500. and first.attn.qkv_bias and second.mlp.hidden_act == 'powlu'
+    wider = KDNForCausalLM(KDNConfig(**options, hidden_ratio=4)).model.layers[1]
+    assert second.mlp.intermediate_size < wider.mlp.intermediate_size
+
+
 @pytest.mark.parametrize('as_tensor', [False, True], ids=['int', 'tensor'])
 @pytest.mark.parametrize('loss', NAMED_LOSSES)
 def test_num_items_in_batch(loss, as_tensor):
@@ -540,4 +550,3 @@ def test_saving_in_shards(tmp_path):
     model.save_pretrained(tmp_path, max_shard_size='20KB')
     assert len(list(tmp_path.glob('*.safetensors'))) > 1
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), logits(model, ids))
-

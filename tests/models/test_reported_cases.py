@@ -530,13 +530,14 @@ def test_criterion_of_the_user(criterion):
     assert_close(model(ids, labels=labels).loss, want, 1e-6, 'loss')
 
 
+@pytest.mark.parametrize('register', ['register_forward_hook', 'register_forward_pre_hook'])
 @pytest.mark.parametrize('options', KINDS)
-def test_hook_on_a_projection(options):
+def test_hook_on_a_projection(options, register):
     """A hook on any of them is called, also where a fused function would use the weight alone."""
     model, ids, called = make_model(**options), make_ids(1, 9), set()
     names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     for name in names:
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+        getattr(model.get_submodule(name), register)(lambda *_, name=name: called.add(name))
     model(ids, labels=ids)
     assert called == names
 
@@ -550,6 +551,11 @@ def test_lengths_under_both_names():
 def test_position_ids_of_a_wrong_shape(position_ids):
     with pytest.raises(ValueError, match='position_ids must have shape'):
         make_model()(make_ids(1, 4), position_ids=torch.tensor(position_ids))
+
+
+def test_restart_of_a_single_token_behind_padding():
+    with pytest.raises(ValueError, match='restart within a row'):
+        make_model()(make_ids(1, 4), torch.tensor([[0, 1, 1, 1]]), position_ids=torch.tensor([[0, 0, 0, 1]]))
 
 
 def test_mask_that_is_added():
@@ -567,9 +573,13 @@ def test_mask_that_numbers_documents(mask):
 @pytest.mark.parametrize('options', KINDS)
 @torch.no_grad()
 def test_lengths_changed_in_place(options):
-    """Nothing derived from the old values is kept."""
-    model, ids, cu_seqlens = make_model(**options), make_ids(1, 20), torch.tensor([0, 5, 20])
+    """Nothing derived from the old values is kept: what FLA derives, it keeps by the tensor, so layers see another."""
+    model, ids, cu_seqlens, seen = make_model(**options), make_ids(1, 20), torch.tensor([0, 5, 20]), []
+    handle = model.model.layers[0].attn.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs['cu_seqlens']), with_kwargs=True)
     model(ids, cu_seqlens=cu_seqlens)
+    handle.remove()
+    assert seen[0] is not cu_seqlens and torch.equal(seen[0], cu_seqlens)
     cu_seqlens.copy_(torch.tensor([0, 12, 20]))
     assert torch.equal(model(ids, cu_seqlens=cu_seqlens).logits, model(ids, cu_seqlens=cu_seqlens.clone()).logits)
 

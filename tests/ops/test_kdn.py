@@ -233,6 +233,19 @@ def test_no_tokens(fn, covariance, cu_seqlens, state_v_first):
     assert fn(**fresh, **options | {'output_final_state': False})[1:] == (None, None)
 
 
+@pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn, naive_recurrent_kdn, naive_chunk_kdn])
+def test_no_tokens_in_bf16(fn):
+    inputs = {name: x for name, x in make_inputs(T=0, dtype=torch.bfloat16).items() if name in TOKENS}
+    o, S, p = fn(**inputs, output_final_state=True)
+    assert o.dtype == torch.bfloat16 and S.dtype == p.dtype == torch.float32
+
+
+@pytest.mark.parametrize('covariance', COVARIANCES)
+def test_final_covariance_keeps_no_tokens(covariance):
+    p = chunk_kdn(**make_inputs(covariance, T=70, dtype=torch.float32), covariance=covariance, output_final_state=True)[2]
+    assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
+
+
 @pytest.mark.parametrize('covariance', COVARIANCES)
 @pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn, naive_recurrent_kdn])
 def test_no_rows(fn, covariance):

@@ -49,6 +49,15 @@ def test_valid_inputs_are_accepted():
             fn(**inputs, covariance=covariance)
 
 
+@pytest.mark.parametrize('r_min', [-1., math.inf])
+def test_r_min_is_finite(refuses, r_min):
+    refuses('`r_min` must be finite', use_noise_softplus_in_kernel=True, r_min=r_min)
+
+
+def test_r_min_goes_with_the_softplus(refuses):
+    refuses('`r_min` is only used with', r_min=0.1)
+
+
 def test_covariance_name(refuses):
     refuses("`covariance` must be one of .* got 'full'", covariance='full')
 

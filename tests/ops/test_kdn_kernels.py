@@ -247,6 +247,8 @@ MANY = [1, 0, 2, 66, 0, 0, 16, 15, 0]
 GAIN_CASES = {
     'T1-prior': {'T': 1, 'K': 8, 'prior': True},
     'T15-l2norm': {'T': 15, 'K': 12, 'l2norm': True},
+    # where what is added to a norm counts
+    'T16-small-l2norm': {'T': 16, 'K': 8, 'l2norm': True, 'small': True},
     'T17-grouped-gate': {'T': 17, 'H': 2, 'HV': 4, 'K': 8, 'gate': True},
     'T63-gate-safe-noise': {'T': 63, 'H': 1, 'K': 12, 'gate': True, 'safe_gate': True, 'lower_bound': -0.5, 'noise': True},
     'T64-grouped-l2norm-gate': {'T': 64, 'B': 1, 'H': 1, 'HV': 3, 'K': 8, 'l2norm': True, 'gate': True, 'bias': False},
@@ -273,6 +275,8 @@ def test_gain(covariance, case):
         inputs = raw_noise(inputs)
     if not options.pop('bias', True):
         del inputs['dt_bias']
+    if options.pop('small', False):
+        inputs |= {name: 1e-3 * inputs[name] for name in ('q', 'k')}
     results, args = check_gain(inputs, covariance, FP32, **options)
     if options.get('safe_gate'):
         assert 0 < results['dg'].eq(0).double().mean() < 0.9

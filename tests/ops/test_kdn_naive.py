@@ -132,6 +132,13 @@ def test_first_step_of_diagonal_is_that_of_the_exact_filter(HV):
     assert_close(1 / result['final_cov'], torch.linalg.inv(exact['final_cov']).diagonal(dim1=-2, dim2=-1), 1e-12, 'precision')
 
 
+def test_exact_filter_in_bf16():
+    inputs = make_inputs(T=5, dtype=torch.bfloat16) | {'initial_cov': None}
+    del inputs['info_scale']
+    o, S, P = naive_recurrent_exact_kdn(**inputs, output_final_state=True)
+    assert o.dtype == torch.bfloat16 and S.dtype == P.dtype == torch.float32
+
+
 def test_isotropic_is_diagonal_for_keys_of_one_channel():
     inputs = make_inputs('diagonal', T=40, K=1)
     diagonal = run(naive_recurrent_kdn, inputs)
