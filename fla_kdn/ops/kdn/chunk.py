@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 # as a module: it needs `fla_kdn.ops` to be imported, too
 import fla_kdn.backends.torch.delta_rule as delta_rule
 from fla_kdn.backends.torch.registry import TorchBackend
-from fla_kdn.ops.kdn.gain import CovarianceScan, kdn_gain
+from fla_kdn.ops.kdn.gain import kdn_gain, scan_covariance
 from fla_kdn.ops.kdn.gain_triton import GainArguments, GainOptions, GainOutputs, kdn_gain_bwd, kdn_gain_fwd
 from fla_kdn.ops.kdn.inputs import (
     MIN_COVARIANCE,
@@ -254,11 +254,9 @@ def predicted_covariance(
     HV, isotropic = g.shape[2], covariance == 'isotropic'
     mu, p0 = expand_info_scale(info_scale, k, HV), expand_cov(initial_cov, covariance, k, HV, cu_seqlens)
     if runs_in_torch(k):
-        k2 = k.square().repeat_interleave(HV // k.shape[2], dim=2)
-        a, u = (2 * g).exp(), mu.unsqueeze(-1) * k2 / r.unsqueeze(-1)
-        if isotropic:
-            a, u, omega = a.mean(-1, keepdim=True), u.mean(-1, keepdim=True), omega.unsqueeze(-1)
-        return CovarianceScan.apply(a, omega, u, p0, cu_seqlens)
+        k2 = k.square().sum(-1, keepdim=True) if isotropic else k.square()
+        k2 = k2.repeat_interleave(HV // k.shape[2], dim=2)
+        return scan_covariance(k2, g, omega, r.unsqueeze(-1), mu.unsqueeze(-1), p0, covariance, cu_seqlens)[0]
     args = GainArguments(
         # which is whitened to sqrt(phat)
         q=torch.ones_like(k),

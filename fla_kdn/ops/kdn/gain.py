@@ -169,6 +169,30 @@ def _last(x: torch.Tensor, cu_seqlens: torch.LongTensor | None, empty: torch.Ten
     return torch.where(present, x[0, (cu_seqlens[1:].long() - 1).clamp(min=0)], empty)
 
 
+def scan_covariance(
+    k2: torch.Tensor,
+    g: torch.Tensor,
+    omega: torch.Tensor,
+    r: torch.Tensor,
+    mu: torch.Tensor,
+    p0: torch.Tensor,
+    covariance: str,
+    cu_seqlens: torch.LongTensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """phat and u of every token, `[B, T, HV, C]`.
+
+    Args:
+        k2 (torch.Tensor): squares of the keys, `[B, T, HV, C]`; summed over the channels if isotropic.
+        g, omega (torch.Tensor): log decays `[B, T, HV, K]` and process noise, as in :func:`chunk_kdn`.
+        r, mu, p0 (torch.Tensor): `[B, T, HV, 1]`, `[HV, 1]` and `[N, HV, C]`.
+    """
+    a = (2 * g).exp()
+    if covariance == 'isotropic':
+        a, omega, mu = a.mean(-1, keepdim=True), omega.unsqueeze(-1), mu / g.shape[-1]
+    u = mu * k2 / r
+    return CovarianceScan.apply(a, omega, u, p0, cu_seqlens), u
+
+
 def kdn_gain(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -189,7 +213,7 @@ def kdn_gain(
     output_variances: bool = False,
 ) -> Gain:
     """The gain stage in PyTorch, in fp32 (float64 if `q` is float64); the arguments are those of :func:`chunk_kdn`."""
-    HV, K, dtype = g.shape[2], q.shape[-1], compute_dtype(q)
+    HV, dtype = g.shape[2], compute_dtype(q)
     p0 = expand_cov(initial_cov, covariance, q, HV, cu_seqlens)
     mu = expand_info_scale(info_scale, q, HV).unsqueeze(-1)
     q, k, g, omega, r = (x.to(dtype) for x in (q, k, g, omega, r))
@@ -201,15 +225,13 @@ def kdn_gain(
 
     if covariance == 'isotropic':
         norm = k.square().sum(-1, keepdim=True).repeat_interleave(HV // k.shape[2], dim=2)
-        a, omega, u = (2 * g).exp().mean(-1, keepdim=True), omega.unsqueeze(-1), mu / K * norm / r
-        p_hat = CovarianceScan.apply(a, omega, u, p0, cu_seqlens)
+        p_hat, u = scan_covariance(norm, g, omega, r, mu, p0, covariance, cu_seqlens)
         n = p_hat * norm
         beta = p_hat / (r + n)
         initial_scale = final_scale = None
     else:
         q, k = (x.repeat_interleave(HV // x.shape[2], dim=2) for x in (q, k))
-        u = mu * k.square() / r
-        p_hat = CovarianceScan.apply((2 * g).exp(), omega, u, p0, cu_seqlens)
+        p_hat, u = scan_covariance(k.square(), g, omega, r, mu, p0, covariance, cu_seqlens)
         s = p_hat.sqrt()
         q, k = s * q, s * k
         n = k.square().sum(-1, keepdim=True)
