@@ -13,16 +13,21 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     import torch.nn as nn
 
 # parameters of KDN and of FLA's other mixers, biases, and the weights of norms
 NO_WEIGHT_DECAY = re.compile(r'(^|\.)(A_log|D|L|log_info_scale|prior_precision)$|bias$|norm\d*\.')
 
 
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole parameter: ZeRO-3 empties it and keeps the shape."""
+    return getattr(parameter, 'ds_shape', parameter.shape)
+
+
 def _is_vector(parameter: nn.Parameter) -> bool:
-    # FSDP 1 flattens parameters in place, ZeRO-3 empties them and keeps the shape
-    shape = getattr(parameter, 'ds_shape', parameter.shape)
-    return len(shape) < 2 and not getattr(parameter, '_fsdp_flattened', False)
+    # FSDP 1 flattens parameters in place
+    return len(whole_shape(parameter)) < 2 and not getattr(parameter, '_fsdp_flattened', False)
 
 
 def no_weight_decay_names(model: nn.Module) -> set[str]:

@@ -30,6 +30,7 @@ from fla_kdn.layers.kdn import KalmanDeltaNet
 from fla_kdn.models.compat import accept_cache_argument, declare_arguments
 from fla_kdn.models.kdn.configuration_kdn import KDNConfig
 from fla_kdn.models.kdn.model_card import TAGS, make_model_card
+from fla_kdn.models.optim import whole_shape
 from fla_kdn.models.packing import PACKING, resolve_padding_and_packing
 
 if TYPE_CHECKING:
@@ -361,8 +362,7 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
         card = Path(save_directory, 'README.md')
         if is_main_process and not card.exists():
             card.parent.mkdir(parents=True, exist_ok=True)
-            # sharded by DeepSpeed, a parameter is empty and has its shape beside it
-            parameters = sum(math.prod(getattr(p, 'ds_shape', p.shape)) for p in self.parameters())
+            parameters = sum(math.prod(whole_shape(p)) for p in self.parameters())
             make_model_card(self.config, parameters).save(card)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
