@@ -161,21 +161,19 @@ def describe(args: PretrainingArguments, config: PreTrainedConfig) -> str:
     """What a run would cost, on several numbers of GPUs."""
     model = meta_model(config)
     cost, tokens = costs(model, args.seq_len), args.max_steps * args.batch_tokens
+    parameters = f'parameters              {cost.parameters:,}, without embeddings {cost.non_embedding:,}'
+    run = f'run                     {count(tokens)}tokens, {args.max_steps:,} steps of {args.batch_tokens:,}'
     if not is_covered(model):
-        return (
-            f'parameters              {cost.parameters:,}, without embeddings {cost.non_embedding:,}\n'
-            f'run                     {count(tokens)}tokens, {args.max_steps:,} steps of {args.batch_tokens:,}\n'
-            f'FLOPs, memory and time are not known for {type(model).__name__}, nor will the log have the mfu.'
-        )
+        unknown = f'FLOPs, memory and time are not known for {type(model).__name__}, nor will the log have the mfu.'
+        return '\n'.join((parameters, run, unknown))
     speed = args.tokens_per_second or ASSUMED_MFU * ASSUMED_PEAK / cost.flops_per_token
     basis = '' if args.tokens_per_second else f' ({ASSUMED_MFU:.0%} of {ASSUMED_PEAK / 1e12:.0f} TFLOP/s)'
     rows, step_rows = args.per_device_train_batch_size * args.seq_len, args.batch_tokens // args.seq_len
     lines = [
-        f'parameters              {cost.parameters:,}, without embeddings {cost.non_embedding:,}',
+        parameters,
         f'state of a sequence     {cost.state_bytes:,} bytes',
         f'FLOPs of a token        {count(cost.flops_per_token)}FLOP, forward and backward',
-        f'run                     {count(tokens)}tokens, {args.max_steps:,} steps of {args.batch_tokens:,}; '
-        f'{count(tokens * cost.flops_per_token)}FLOP',
+        f'{run}; {count(tokens * cost.flops_per_token)}FLOP',
         f'speed                   {speed:,.0f} tokens a second and GPU{basis}',
         '',
         f'{"GPUs":>6}{"days":>10}{"GiB on each":>14}   with micro-batches of {rows:,} tokens at most, estimated',
