@@ -366,13 +366,15 @@ def readme_quality(content: dict) -> str | None:
         f'{", ".join(map(str, content["settings"]["seeds"]))}, accuracies where it is hardest:\n\n'
         f'{markdown_table(["mixer", *columns], lines)}'
     )
+    notes = ['KDA has its bounded gate here.'] if 'kda' in mixers else []
     if moved:
-        text += (
-            '\n\nKDA has its bounded gate here. Each mixer has the learning rate with the lowest loss of the first seed, on '
-            f'each task. That alone moves an accuracy of this table by up to {100 * max(moved)[0]:.0f} points '
-            f"({max(moved)[1]}): at the far end a difference is as much the rate's as the mixer's. The page has the "
-            'accuracies with each rate.'
+        notes.append(
+            'Each mixer has the learning rate with the lowest loss of the first seed, on each task. That alone moves an '
+            f"accuracy of this table by up to {100 * max(moved)[0]:.0f} points ({max(moved)[1]}): at the far end a difference "
+            "is as much the rate's as the mixer's. The page has the accuracies with each rate."
         )
+    if notes:
+        text += '\n\n' + ' '.join(notes)
     return text
 
 
