@@ -38,6 +38,7 @@ from fla_kdn.models.compat import fix_fla_generation
 matplotlib.use('Agg')
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -243,6 +244,11 @@ def write_curve(path: Path, content: dict) -> None:
     ax.plot(tokens[width - 1:], losses.unfold(0, width, 1).mean(1), color='#1f5fbf', lw=1.8)
     ax.set_xlabel('million tokens (bytes)')
     ax.set_ylabel('loss, nats per byte')
+    # the first steps would press the rest against the axis
+    ax.set_yscale('log')
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter('{x:g}')
+    ax.yaxis.set_minor_formatter(NullFormatter())
     ax.set_title(f'{content["settings"]["model"]} on {content["card"]}, {run["seconds"] / 60:.1f} minutes', loc='left')
     ax.spines[['top', 'right']].set_visible(False)
     ax.grid(color='#d0d7de', lw=0.6)
