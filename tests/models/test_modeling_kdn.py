@@ -135,6 +135,22 @@ def test_l2warp(loss):
         check(got, {name: share * x for name, x in results[0].items()})
 
 
+@pytest.mark.parametrize('num_items', [None, 156], ids=['mean', 'trainer'])
+def test_loss_in_fp16_of_many_targets(num_items, monkeypatch):
+    """PyTorch adds up in fp32 on GPUs and rounds the loss to fp16, whose range ends at 65,504."""
+    def cross_entropy(self, logits, targets):
+        return F.cross_entropy(logits.float(), targets, reduction=self.reduction).to(logits.dtype)
+
+    monkeypatch.setattr(torch.nn.CrossEntropyLoss, 'forward', cross_entropy)
+    model, ids = make_model(**LOSSES['torch-loss']), make_ids(2, 40)
+    with torch.no_grad():
+        # 78 losses of some thousands
+        model.lm_head.weight.mul_(1e4 / logits(model, ids).std())
+    want, got = (m(ids, labels=ids, num_items_in_batch=num_items).loss for m in (model, copy.deepcopy(model).half()))
+    assert want * (num_items or 78) > 65504
+    assert_close(got, want, 1e-2, 'loss')
+
+
 def test_config_reaches_attention_and_mlp():
     sizes = {'hidden_size': 256, 'num_heads': 2, 'head_dim': 16, 'vocab_size': 50, 'num_hidden_layers': 2}
     options = {**sizes, 'intermediate_size': None}

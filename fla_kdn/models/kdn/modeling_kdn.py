@@ -335,13 +335,17 @@ class KDNForCausalLM(KDNPreTrainedModel, FLAForCausalLM, FLAGenerationMixin):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not is_plain(self.lm_head):
             fuse_linear_cross_entropy = False
+        elif fuse_linear_cross_entropy is None:
+            fuse_linear_cross_entropy = self.config.fuse_linear_cross_entropy
+        is_fused = fuse_linear_cross_entropy or self.config.fuse_cross_entropy
         share = None
         if num_items_in_batch is not None:
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         if labels is not None and self.criterion is None:
             targets = (labels[..., 1:] != -100).sum()
-            if self.config.use_l2warp and targets > 0:
-                # FLA's l2warp is scaled for the mean over the targets
+            if (self.config.use_l2warp or not is_fused) and targets > 0:
+                # FLA's l2warp is scaled for the mean over the targets; PyTorch's loss has the type of the logits, and a sum is
+                # beyond the range of fp16
                 if num_items_in_batch is not None:
                     share = targets / num_items_in_batch.to(targets.device)
                 num_items_in_batch = None
