@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,11 @@ def positive(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f'{value!r} is no positive number')
     return int(value)
+
+
+def nbytes(*states: object) -> int:
+    """Bytes of all tensors in nested containers."""
+    return sum(x.nbytes for x in tree_leaves(states) if isinstance(x, torch.Tensor))
 
 
 def reason_of(error: BaseException) -> str:

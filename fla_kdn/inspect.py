@@ -274,10 +274,10 @@ def main(argv: list[str] | None = None) -> None:
             text = args.text
         else:
             text = sys.stdin.read() if args.file is None else args.file.read_text(encoding='utf-8', errors='replace')
+        args.output.mkdir(parents=True, exist_ok=True)
         traces = [trace(path, text, args.max_tokens, args.device) for path in args.models]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    args.output.mkdir(parents=True, exist_ok=True)
     images = {f.__name__: png(f(traces), args.output / f'{f.__name__}.png') for f in (heat_maps, histograms)}
     page = args.output / 'index.html'
     page.write_text(make_page(traces, images), encoding='utf-8')

@@ -106,6 +106,7 @@ def test_sources_of_the_text(folder, monkeypatch, capsys):
     (['hybrid', '--text', 'one', '--max-tokens', '0'], '--max-tokens'),
     (['hybrid', '--file', 'missing'], 'missing'),
     (['hybrid', 'hybrid', 'hybrid', '--text', 'one'], 'two models'),
+    (['hybrid', '--text', 'one', '--output', 'hybrid/config.json'], 'File exists'),
 ], ids=str)
 def test_mistakes(folder, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(folder)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.compare.train import loss_of, make_optimizer, precision, tensors_of, train_step
+from benchmarks.common import nbytes
+from benchmarks.compare.train import loss_of, make_optimizer, precision, train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +151,7 @@ def training_memory(folder: Path, preset: Preset, inputs: torch.Tensor, targets:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), precision(inputs.device, preset.bf16):
         loss = loss_of(model, inputs, targets)
     del loss
-    state = sum(x.nbytes for x in tensors_of(list(optimizer.state.values())))
+    state = nbytes(list(optimizer.state.values()))
     # each weight has a gradient
     return 2 * sum(p.nbytes for p in parameters) + state + sum(n for pointer, n in kept.items() if pointer not in weights)
 

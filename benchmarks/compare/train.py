@@ -19,12 +19,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
+from benchmarks.common import nbytes
 from benchmarks.compare.data import IGNORE, byte_tokenizer
 from benchmarks.compare.mixers import build_model
 from fla_kdn.models.optim import parameter_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -169,16 +170,7 @@ def state_size(model: PreTrainedModel, bf16: bool) -> int:
     prompt = torch.zeros(1, STATE_TOKENS, dtype=torch.long, device=model.device)
     with precision(model.device, bf16):
         cache = model(input_ids=prompt, use_cache=True).past_key_values
-    return sum(x.nbytes for x in tensors_of(list(cache)))
-
-
-def tensors_of(state: object) -> Iterable[torch.Tensor]:
-    """All tensors of nested containers."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, (dict, list, tuple)):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from tensors_of(value)
+    return nbytes(list(cache))
 
 
 @torch.inference_mode()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fla_kdn.ops.kdn.gain_triton import GainArguments, GainOptions, kdn_gain_bwd, kdn_gain_fwd
-from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

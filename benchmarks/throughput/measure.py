@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.common import compile_in_processes, reason_of, reject_beside_others
+from benchmarks.common import compile_in_processes, nbytes, reason_of, reject_beside_others
 from benchmarks.throughput.mixers import COMPILED, MODELS, make_config, make_layer, make_model
 from fla_kdn.models.optim import parameter_groups
 
@@ -51,10 +50,6 @@ class Work:
     call: Callable[[], torch.Tensor]
     tokens: int
     held: Callable[[], int]
-
-
-def nbytes(*states: object) -> int:
-    return sum(x.nbytes for x in tree_leaves(states) if isinstance(x, torch.Tensor))
 
 
 def precision(device: torch.device) -> torch.autocast:

@@ -298,6 +298,8 @@ class Attention(nn.Module):
         return is_flash_attention_requested(requested_attention_implementation=self.implementation())
 
     def kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
+        if q.numel() == 0:
+            return q.flatten(-2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation(), eager_attention_forward)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         # with a mask over 64 more keys than a multiple of 128, cuDNN makes NaNs of the gradients of queries whose scores are

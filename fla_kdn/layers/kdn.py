@@ -24,6 +24,7 @@ from fla_kdn.ops.kdn.inputs import (
     COVARIANCES,
     LOWER_BOUND,
     check_cu_seqlens,
+    compute_dtype,
     l2norm,
     log_decay,
     noise,
@@ -364,29 +365,29 @@ class KalmanDeltaNet(nn.Module):
 
     def information_scale(self) -> torch.Tensor | float | None:
         """`[num_v_heads]` if it is learned."""
-        return self.log_info_scale.float().exp() if self.learn_info_scale else self.info_scale
+        return self.log_info_scale.to(compute_dtype(self.log_info_scale)).exp() if self.learn_info_scale else self.info_scale
 
     def prior_covariance(self) -> torch.Tensor:
         """Covariance before the first token, `[num_v_heads]`."""
-        return 1 / (0.1 + F.softplus(self.prior_precision.float()))
+        return 1 / (0.1 + F.softplus(self.prior_precision.to(compute_dtype(self.prior_precision))))
 
     def noise(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor | bool | float]:
         """Arguments of the op: omega `[B, T, num_v_heads, head_k_dim]` (diagonal) or `[B, T, num_v_heads]` (isotropic) and
         r `[B, T, num_v_heads]`; raw, for the kernels to activate, unless one of them is fixed."""
-        tokens = hidden_states.shape[:2]
+        tokens, dtype = hidden_states.shape[:2], compute_dtype(hidden_states)
         shape = (self.num_v_heads, self.head_k_dim) if self.covariance == 'diagonal' else (self.num_v_heads,)
         omega = None if self.omega_proj is None else self.omega_proj(hidden_states).unflatten(-1, shape)
         r = None if self.r_proj is None else self.r_proj(hidden_states)
         if omega is not None and r is not None:
             return {'omega': omega, 'r': r, 'use_noise_softplus_in_kernel': True, 'r_min': self.r_min}
         if omega is None:
-            omega = hidden_states.new_full((*tokens, *shape), self.fixed_omega, dtype=torch.float32)
+            omega = hidden_states.new_full((*tokens, *shape), self.fixed_omega, dtype=dtype)
         else:
-            omega = F.softplus(omega.float())
+            omega = F.softplus(omega.to(dtype))
         if r is None:
-            r = hidden_states.new_full((*tokens, self.num_v_heads), self.fixed_r, dtype=torch.float32)
+            r = hidden_states.new_full((*tokens, self.num_v_heads), self.fixed_r, dtype=dtype)
         else:
-            r = self.r_min + F.softplus(r.float())
+            r = self.r_min + F.softplus(r.to(dtype))
         return {'omega': omega, 'r': r}
 
     def filter_inputs(

@@ -54,7 +54,6 @@ ALL_TASKS = {
     'noisy': NoisyAssociations(TRAINING, **WRITES, reliability=0.6),
     'overwriting': Overwriting(TRAINING, **WRITES, train_keys=(2,), eval_keys=(2, 4)),
 }
-CPU_MIXERS = [mixer for mixer in MIXERS if not MIXERS[mixer].needs_gpu]
 DEFAULT_MIXERS = PRESETS['cpu'].mixers
 DOCUMENTS = {
     f'{i}.txt': '\n\n'.join([f'Document {i}.', *(f'{i}, paragraph {j}: ' + 'some words of it ' * 6 for j in range(8))])

@@ -252,6 +252,12 @@ def test_arguments_of_flash_attention(monkeypatch, options):
     check_implementation('flash_attention_2', options, torch.float64, 1e-12)
 
 
+@pytest.mark.parametrize('options', [{}, {'window_size': 6}, {'num_kv_heads': 1}], ids=str)
+@pytest.mark.parametrize(('B', 'T'), [(0, 5), (2, 0)])
+def test_no_rows_or_no_tokens(B, T, options):
+    assert make_layer(**options)(make_input(B, T))[0].shape == (B, T, 32)
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_low_precision(dtype):
     layer, x = make_layer(window_size=30), make_input(2, 100)

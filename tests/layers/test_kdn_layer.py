@@ -439,15 +439,16 @@ def test_a_piece_of_padding_only():
     assert_close(o, layer(x)[0][:, 4:], 1e-5, 'o')
 
 
+@pytest.mark.parametrize(('dtype', 'expected'), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
 @pytest.mark.parametrize('options', [{'fixed_r': 0.1}, {'fixed_omega': 0.1}, {'learn_info_scale': True, 'fixed_omega': 0.1}])
-def test_variances_of_a_bf16_layer_are_fp32(options):
-    layer = make_layer(**options).bfloat16()
-    noise = layer.noise(make_input(1, 5).bfloat16())
-    assert noise['omega'].dtype == noise['r'].dtype == torch.float32
+def test_variances_are_in_fp32_or_float64(options, dtype, expected):
+    layer = make_layer(**options).to(dtype)
+    noise = layer.noise(make_input(1, 5).to(dtype))
+    assert noise['omega'].dtype == noise['r'].dtype == layer.prior_covariance().dtype == expected
     if 'fixed_omega' in options:
         assert (noise['omega'] == 0.1).all()
     if 'learn_info_scale' in options:
-        assert layer.information_scale().dtype == torch.float32
+        assert layer.information_scale().dtype == expected
 
 
 @pytest.mark.parametrize('options', [{'lower_bound': -0.5}, {'use_short_conv': False}])

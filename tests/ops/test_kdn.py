@@ -226,6 +226,9 @@ def test_no_tokens(fn, covariance, cu_seqlens, state_v_first):
     assert o.shape == inputs['v'].shape
     assert torch.equal(S, inputs['initial_state'])
     assert torch.equal(p, inputs['initial_cov'])
+    given = {x.data_ptr() for x in (inputs['v'], inputs['initial_state'], inputs['initial_cov']) if x.numel()}
+    if fn in (chunk_kdn, fused_recurrent_kdn):
+        assert not given & {S.data_ptr(), p.data_ptr()}, 'to write to what is returned would change the arguments'
     fresh = {name: inputs[name] for name in TOKENS}
     o, S, p = fn(**fresh, **options)
     assert torch.equal(S, torch.zeros_like(inputs['initial_state']))
@@ -238,6 +241,17 @@ def test_no_tokens_in_bf16(fn):
     inputs = {name: x for name, x in make_inputs(T=0, dtype=torch.bfloat16).items() if name in TOKENS}
     o, S, p = fn(**inputs, output_final_state=True)
     assert o.dtype == torch.bfloat16 and S.dtype == p.dtype == torch.float32
+
+
+@pytest.mark.parametrize(('omega', 'r'), [(1., 1e-20), (100., 1e-18)])
+@pytest.mark.parametrize('covariance', COVARIANCES)
+def test_next_to_no_noise(covariance, omega, r):
+    """What a token adds to the precision is near 1e20, whose square is beyond the range of fp32."""
+    inputs = make_inputs(covariance, T=200, dtype=torch.float32)
+    inputs |= {'omega': torch.full_like(inputs['omega'], omega), 'r': torch.full_like(inputs['r'], r)}
+    results = [fn(**inputs, covariance=covariance, output_final_state=True) for fn in (chunk_kdn, naive_recurrent_kdn)]
+    for name, got, want in zip('oSp', *results, strict=True):
+        assert_close(got, want, 1e-4, name)
 
 
 @pytest.mark.parametrize('covariance', COVARIANCES)

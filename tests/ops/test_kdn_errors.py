@@ -108,6 +108,32 @@ def test_one_floating_point_type(refuses):
     refuses('`q`, `k` and `v` must have one floating-point type', **{name: lambda x: x.long() for name in 'qkv'})
 
 
+@pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize('name', ['g', 'omega', 'r', 'info_scale', 'A_log', 'dt_bias'])
+def test_real_numbers(refuses, name, dtype):
+    gate = {'use_gate_in_kernel': True, 'A_log': torch.zeros(HV), 'dt_bias': torch.zeros(HV * K)}
+    changes = {**gate, name: (gate[name].to(dtype) if name in gate else lambda x: x.to(dtype))}
+    refuses(f'`{name}` must have a floating-point type, got {dtype}', **changes)
+
+
+@pytest.mark.parametrize('scale', [math.nan, math.inf])
+def test_scale_is_finite(refuses, scale):
+    refuses(f'`scale` must be finite, got {scale}', scale=scale)
+
+
+@pytest.mark.parametrize('axis', [2, 3], ids=['heads', 'channels'])
+def test_no_heads_or_channels(refuses, axis):
+    match = 'Heads and their sizes must be positive'
+    refuses(match, **{name: lambda x: x.narrow(axis, 0, 0) for name in 'qk'})
+    refuses(match, v=lambda x: x.narrow(axis, 0, 0))
+
+
+@pytest.mark.parametrize('fn', [chunk_kdn, fused_recurrent_kdn])
+def test_cu_seqlens_cpu_goes_with_cu_seqlens(fn):
+    with pytest.raises(ValueError, match='`cu_seqlens_cpu` is a copy of `cu_seqlens`'):
+        fn(**make_inputs(B=1, T=T, dtype=torch.float32), cu_seqlens_cpu=torch.tensor([0, T]))
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64, torch.int64], ids=str)
 @pytest.mark.parametrize('name', ['initial_state', 'initial_cov'])
 def test_states_in_fp32(refuses, name, dtype):

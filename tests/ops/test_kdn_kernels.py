@@ -29,7 +29,7 @@ from fla_kdn.ops.kdn.fused_recurrent import fused_recurrent_kdn_fwd
 from fla_kdn.ops.kdn.gain import CovarianceScan, kdn_gain
 from fla_kdn.ops.kdn.gain_triton import LOG2E, GainArguments, GainOptions, kdn_gain_bwd, kdn_gain_fwd
 from fla_kdn.ops.kdn.inputs import expand_cov, expand_info_scale
-from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE
 
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 GPU = not INTERPRETED and torch.cuda.is_available()

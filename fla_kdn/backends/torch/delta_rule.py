@@ -26,9 +26,8 @@ from fla.ops.kda.chunk import chunk_kda
 from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
 
 from fla_kdn.backends.torch.registry import TorchBackend, on_cpu, register_torch, replace_on_cpu
-from fla_kdn.ops.utils.chunk_layout import ChunkLayout
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE, ChunkLayout
 
-CHUNK_SIZE = 64
 # smallest block whose decays are formed pair by pair; with log decays floored at -5 a block of 8 spans 35, and none is
 MIN_BLOCK = 8
 # a block whose log decay spans at most this much is computed as a product of two factors e^{G_i - R} e^{R - G_j}

@@ -29,8 +29,9 @@ from fla_kdn.ops.kdn.inputs import (
     expand_info_scale,
     num_sequences,
 )
-from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE, kda_bwd, kda_fwd
+from fla_kdn.ops.kdn.kda_stages import kda_bwd, kda_fwd
 from fla_kdn.ops.kdn.uncertainty import make_uncertainty, with_log_likelihood
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +116,7 @@ class ChunkKDNFunction(torch.autograd.Function):
         )
         if ht is not None and not isotropic:
             ht = ht * per_key(gain.st, state_v_first)
-        ctx.save_for_backward(*args, *gain, v, Aqk, Akk, h0, ht)
+        ctx.save_for_backward(*args, *gain, v, Aqk, Akk, h0, None if isotropic else ht)
         ctx.options = options
         ctx.scale = scale
         ctx.state_v_first = state_v_first
@@ -302,6 +303,7 @@ def run_kdn(
     lower_bound: float | None,
     state_v_first: bool,
     cu_seqlens: torch.LongTensor | None,
+    cu_seqlens_cpu: torch.LongTensor | None,
     cp_context,
     output_uncertainty: bool | str,
     A_log: torch.Tensor | None,
@@ -313,6 +315,8 @@ def run_kdn(
     what it gives, in and out of its whitened coordinates."""
     if cp_context is not None:
         raise NotImplementedError('Context parallelism is not implemented for KDN.')
+    if cu_seqlens_cpu is not None and cu_seqlens is None:
+        raise ValueError('`cu_seqlens_cpu` is a copy of `cu_seqlens`, which is not given.')
     check_inputs(
         q=q,
         k=k,
@@ -334,18 +338,19 @@ def run_kdn(
         use_noise_softplus_in_kernel=use_noise_softplus_in_kernel,
         r_min=r_min,
         output_uncertainty=output_uncertainty,
+        scale=scale,
     )
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     if B == 0 or T == 0:
         nothing = r.new_empty(r.shape, dtype=compute_dtype(q))
         uncertainty = [make_uncertainty(*[nothing] * 4, V, output_uncertainty)] if output_uncertainty else []
         if not output_final_state:
-            return v, None, None, *uncertainty
+            return v.clone(), None, None, *uncertainty
         if initial_state is None:
             N, shape = num_sequences(q, cu_seqlens), (V, K) if state_v_first else (K, V)
             initial_state = v.new_zeros(N, HV, *shape, dtype=compute_dtype(q))
-        p = expand_cov(initial_cov, covariance, q, HV, cu_seqlens)
-        return v, initial_state, p if covariance == 'diagonal' else p.squeeze(-1), *uncertainty
+        S, p = initial_state.to(compute_dtype(q), copy=True), expand_cov(initial_cov, covariance, q, HV, cu_seqlens).clone()
+        return v.clone(), S, p if covariance == 'diagonal' else p.squeeze(-1), *uncertainty
     if not runs_in_torch(q):
         return kernels(
             q=q,
@@ -513,8 +518,8 @@ def chunk_kdn(
         o (torch.Tensor):
             Outputs of shape `[B, T, HV, V]`, in the type of `v`.
         final_state (torch.Tensor | None):
-            Memory after the last token, in the layout of `initial_state`, fp32 (float64 for float64 inputs); `None` unless
-            `output_final_state`.
+            Memory after the last token, in the layout of `initial_state`, fp32 (on a CPU float64 for float64 inputs);
+            `None` unless `output_final_state`.
         final_cov (torch.Tensor | None):
             Covariance after the last token, `[N, HV, K]` or `[N, HV]`, in the same type; `None` unless `output_final_state`.
         uncertainty (KDNUncertainty):
@@ -557,6 +562,7 @@ def chunk_kdn(
         lower_bound=lower_bound,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
         cp_context=cp_context,
         output_uncertainty=output_uncertainty,
         A_log=A_log,

@@ -18,7 +18,7 @@ from fla.utils import input_guard
 
 from fla_kdn.ops.kdn.chunk import run_kdn
 from fla_kdn.ops.kdn.gain_triton import FLOOR, key_row, log_decay_row, noise_row, pool
-from fla_kdn.ops.kdn.inputs import LOWER_BOUND
+from fla_kdn.ops.kdn.inputs import LOWER_BOUND, num_sequences
 from fla_kdn.ops.kdn.uncertainty import with_log_likelihood
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def fused_recurrent_kdn_fwd(
             Where to write the outputs. Default: `None`.
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    N = num_sequences(q, cu_seqlens)
     C = K if covariance == 'diagonal' else 1
     inplace_final_state = inplace_final_state or ssm_state_indices is not None
     ht = pt = None
@@ -365,6 +365,7 @@ def fused_recurrent_kdn(
         lower_bound=lower_bound,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
         cp_context=cp_context,
         output_uncertainty=output_uncertainty,
         A_log=A_log,

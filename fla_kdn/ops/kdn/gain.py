@@ -37,9 +37,7 @@ from fla_kdn.ops.kdn.inputs import (
     log_decay,
     noise,
 )
-from fla_kdn.ops.utils.chunk_layout import ChunkLayout
-
-CHUNK_SIZE = 64
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE, ChunkLayout
 
 
 class Gain(NamedTuple):
@@ -74,7 +72,8 @@ class CovarianceScan(torch.autograd.Function):
     """Predicted covariance phat `[B, T, HV, C]` of every token from `a, omega, u` `[B, T, HV, C]` and `p0` `[N, HV, C]`.
 
     Forward: the prefix maps of every chunk, N_t = [[a_t + omega_t u_{t-1}, omega_t], [u_{t-1}, 1]], are composed position by
-    position, for all chunks at once; then phat at the chunk starts, chunk by chunk; then all tokens from their chunk's start.
+    position, for all chunks at once; then p before each chunk, chunk by chunk; then phat of all tokens from there. The u
+    before a chunk is in that p and not in the maps, where its square would come up before anything bounds it.
     Backward: Lam_t = p_t dL/dp_t obeys Lam_{t-1} = f_t (L_t + m_t Lam_t) with L_t = phat_t * (explicit dL/dphat_t) and
     f_t = a_t p_{t-1} / phat_t; an affine scan in reverse, with coefficients f_t m_t in [0, 1], in the same three steps.
     """
@@ -84,6 +83,7 @@ class CovarianceScan(torch.autograd.Function):
         layout = ChunkLayout(a, CHUNK_SIZE, cu_seqlens)
         u_prev = _shift(u, cu_seqlens)
         a_c, omega_c, u_c = (layout.pack(x).transpose(0, 1).contiguous() for x in (a, omega, u_prev))
+        u_before, u_c[0] = u_c[0].clone(), 0
         # normalised by its last entry, which never falls below 1: three numbers for each map
         m00, m01, m10 = (torch.empty_like(a_c) for _ in range(3))
         x00, x01, x10 = torch.ones_like(a_c[:1]), torch.zeros_like(a_c[:1]), torch.zeros_like(a_c[:1])
@@ -96,11 +96,14 @@ class CovarianceScan(torch.autograd.Function):
             x10 = x10 / x11
             m00[i:i + 1], m01[i:i + 1], m10[i:i + 1] = x00, x01, x10
 
+        # of the last token so far; the first chunks have p0 before them, and u_before is 0
         p_hat, starts = layout.sort(p0), []
-        for n, a00, a01, a10 in zip(layout.sizes, *(x[-1].split(layout.sizes) for x in (m00, m01, m10)), strict=True):
-            p_hat = p_hat[:n]
-            starts.append(p_hat)
-            p_hat = (a00 * p_hat + a01) / (a10 * p_hat + 1)
+        for n, u_n, a00, a01, a10 in zip(
+            layout.sizes, *(x.split(layout.sizes) for x in (u_before, m00[-1], m01[-1], m10[-1])), strict=True,
+        ):
+            p = p_hat[:n] / (1 + u_n * p_hat[:n])
+            starts.append(p)
+            p_hat = (a00 * p + a01) / (a10 * p + 1)
         starts = torch.cat([p0[:0], *starts])
         p_hat = layout.unpack(((m00 * starts + m01) / (m10 * starts + 1)).transpose(0, 1)).clamp(min=MIN_COVARIANCE)
         ctx.save_for_backward(a, u, p0, p_hat, cu_seqlens)

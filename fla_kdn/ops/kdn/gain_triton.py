@@ -29,7 +29,7 @@ from fla.ops.utils.index import prepare_chunk_offsets
 from fla.ops.utils.op import exp, exp2
 
 from fla_kdn.ops.kdn.inputs import LOWER_BOUND, MIN_COVARIANCE
-from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE
 from fla_kdn.ops.utils.fast_math import fast_log2, fast_rcp
 
 FLOOR = tl.constexpr(MIN_COVARIANCE)

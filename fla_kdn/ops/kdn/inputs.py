@@ -12,6 +12,7 @@ Dimensions: B batch, T tokens, N sequences, H query/key heads, HV value heads, K
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -112,6 +113,7 @@ def check_inputs(
     use_noise_softplus_in_kernel: bool = False,
     r_min: float = 0.,
     output_uncertainty: bool | str = False,
+    scale: float | None = None,
     check_values: bool = False,
 ) -> None:
     """Raise a `ValueError` that names the argument, what it is and what was expected.
@@ -127,10 +129,17 @@ def check_inputs(
     if v.ndim != 4 or v.shape[:2] != (B, T):
         raise ValueError(f'`v` must have shape [B, T, HV, V] with B={B} and T={T}; got {list(v.shape)}.')
     HV, V = v.shape[2:]
+    if 0 in (H, K, HV, V):
+        raise ValueError(f'Heads and their sizes must be positive; got `q` {list(q.shape)} and `v` {list(v.shape)}.')
     if HV % H != 0:
         raise ValueError(f'The number of value heads must be a multiple of the number of query heads; got HV={HV} and H={H}.')
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f'`q`, `k` and `v` must have one floating-point type; got {q.dtype}, {k.dtype} and {v.dtype}.')
+    for name, x in {'g': g, 'omega': omega, 'r': r, 'A_log': A_log, 'dt_bias': dt_bias, 'info_scale': info_scale}.items():
+        if isinstance(x, torch.Tensor) and not x.is_floating_point():
+            raise ValueError(f'`{name}` must have a floating-point type, got {x.dtype}.')
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f'`scale` must be finite, got {scale}.')
     diagonal = covariance == 'diagonal'
     check_shape('g', g, (B, T, HV, K), '[B, T, HV, K]')
     if diagonal:
@@ -160,7 +169,7 @@ def check_inputs(
 
     if isinstance(info_scale, torch.Tensor):
         check_shape('info_scale', info_scale, (HV,), '[HV]')
-    elif info_scale is not None and not 0 < info_scale < float('inf'):
+    elif info_scale is not None and not 0 < info_scale < math.inf:
         raise ValueError(f'`info_scale` must be positive and finite, got {info_scale}.')
     if use_gate_in_kernel:
         if A_log is None:
@@ -178,7 +187,7 @@ def check_inputs(
 
     if output_uncertainty not in (False, True, 'log_likelihood'):
         raise ValueError(f"`output_uncertainty` must be False, True or 'log_likelihood', got {output_uncertainty!r}.")
-    if not 0 <= r_min < float('inf'):
+    if not 0 <= r_min < math.inf:
         raise ValueError(f'`r_min` must be finite and not negative, got {r_min}.')
     if r_min > 0 and not use_noise_softplus_in_kernel:
         raise ValueError('`r_min` is only used with `use_noise_softplus_in_kernel=True`.')
@@ -194,6 +203,8 @@ def check_cu_seqlens(cu_seqlens: torch.LongTensor | None, B: int, T: int, check_
     """Raise a `ValueError` unless `cu_seqlens`, if given, divides one row of T tokens; values as in :func:`check_inputs`."""
     if cu_seqlens is None:
         return
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise ValueError(f'`cu_seqlens` must be a tensor of integers of shape [N+1], got {type(cu_seqlens).__name__}.')
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
         raise ValueError(
             f'`cu_seqlens` must be integers of shape [N+1], N >= 1; got {cu_seqlens.dtype} {list(cu_seqlens.shape)}.',
@@ -221,7 +232,8 @@ def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], names: str) 
 
 def check_state_dtype(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     if x.dtype not in (torch.float32, compute_dtype(q)):
-        raise ValueError(f'`{name}` must be in float32, got {x.dtype}.')
+        expected = 'float32 or float64' if q.dtype == torch.float64 else 'float32'
+        raise ValueError(f'`{name}` must be in {expected}, got {x.dtype}.')
 
 
 def _check_values(

@@ -20,10 +20,10 @@ from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
 from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra
 from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE
+
 if TYPE_CHECKING:
     import torch
-
-CHUNK_SIZE = 64
 
 
 def kda_fwd(

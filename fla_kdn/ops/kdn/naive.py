@@ -161,6 +161,7 @@ def naive_recurrent_exact_kdn(
         A_log=None,
         dt_bias=None,
         output_uncertainty=output_uncertainty,
+        scale=scale,
         check_values=True,
     )
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
@@ -295,6 +296,7 @@ def _run(
         use_noise_softplus_in_kernel=use_noise_softplus_in_kernel,
         r_min=r_min,
         output_uncertainty=output_uncertainty,
+        scale=scale,
         check_values=True,
     )
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]

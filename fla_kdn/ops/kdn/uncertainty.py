@@ -17,7 +17,7 @@ import torch
 
 class KDNUncertainty(NamedTuple):
     """
-    What a Kalman filter knows about each token besides its output; fp32 (float64 for float64 inputs), `[B, T, HV]`.
+    What a Kalman filter knows about each token besides its output; fp32 (on a CPU float64 for float64 inputs), `[B, T, HV]`.
 
     With the gain kappa, the predicted covariance Phat, the posterior covariance P and the innovation `e = v - k^T Shat` of the
     token (steps (2) to (6) of `naive.py`):

@@ -15,6 +15,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+# tokens of a chunk, of the kernels too
+CHUNK_SIZE = 64
+
 
 class ChunkLayout:
     """Cut every sequence into chunks of `chunk_size` tokens, the last one padded with zeros.
