@@ -30,19 +30,29 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from fla.models.modeling_utils import FLAPreTrainedModel
 from pretraining.data import Batches, Lane, load_documents, load_tokenizer
 from pretraining.shapes import GIB, PRESETS, costs, count, is_covered, make_config, meta_model, token_budget
-from pretraining.trainer import DATA, STATE, PretrainingTrainer, checkpoints, export, tidy
+from pretraining.trainer import DATA, STATE, PretrainingTrainer, checkpoints, export, own
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerState, TrainingArguments, set_seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from datasets import IterableDataset
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # of --dry_run: numbers of GPUs, and the share of an H100 that is assumed where no speed is given
 GPUS = (1, 8, 16, 64)
 ASSUMED_MFU, ASSUMED_PEAK = 0.4, 989e12
+# smallest values of arguments
+AT_LEAST = {
+    'seq_len': 1, 'batch_tokens': 1, 'per_device_train_batch_size': 1, 'lanes': 1, 'shuffle_block': 1,
+    'dataloader_num_workers': 0, 'save_total_limit': 0, 'seed': 0, 'data_seed': 0,
+}
+POSITIVE = ('train_tokens', 'tokens_per_second', 'peak_tflops', 'save_steps', 'logging_steps')
+# arguments of `TrainingArguments` that follow from numbers of tokens
+DERIVED = {'num_train_epochs': '--train_tokens', 'gradient_accumulation_steps': '--batch_tokens'}
 # models of FLA that pass over cu_seqlens
 UNPACKED = ('log_linear_mamba2', 'mamba', 'mamba2', 'samba')
 
@@ -90,8 +100,9 @@ class PretrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = False
 
     def __post_init__(self):
-        if isinstance(self.config_overrides, str):
-            self.config_overrides = json.loads(self.config_overrides)
+        self._check_numbers()
+        for name in ('config_overrides', 'lr_scheduler_kwargs'):
+            setattr(self, name, self._read_fields(name))
         if self.lr_scheduler_kwargs is None and self.lr_scheduler_type == 'cosine_with_min_lr':
             self.lr_scheduler_kwargs = {'min_lr_rate': 0.1}
         if not torch.accelerator.is_available():
@@ -119,6 +130,33 @@ class PretrainingArguments(TrainingArguments):
             }
             # FSDP's own, with which a block is gathered once less
             self.gradient_checkpointing = self.activation_checkpointing = False
+
+    def _check_numbers(self) -> None:
+        for name, least in AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f'--{name} {value} must be at least {least}.')
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f'--{name} {value:g} must be positive and finite.')
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f'--max_steps {self.max_steps} must be positive.')
+        if self.max_steps > 0 and self.train_tokens is not None:
+            raise ValueError('--max_steps and --train_tokens both say how long the run is; give one of them.')
+        for name, source in DERIVED.items():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f'--{name} follows from {source}; give that instead.')
+
+    def _read_fields(self, name: str) -> dict | None:
+        value = getattr(self, name)
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f'--{name} {value!r} is no JSON: {error}') from None
+        if not isinstance(value, dict | None):
+            raise ValueError(f'--{name} {value!r} must be fields with their values, as in \'{{"name": 1}}\'.')
+        return value
 
     def _set_batches(self) -> None:
         """Set the number of micro-batches, and check that rows, processes, workers and lanes go together."""
@@ -206,7 +244,8 @@ def find_checkpoint(args: PretrainingArguments, settings: dict) -> Path | None:
     else:
         raise ValueError(f'--resume_from_checkpoint: {named} is not a whole checkpoint.')
     stored = json.loads((path / DATA).read_text())['settings']
-    different = [f'{key} was {stored.get(key)} and is now {x}' for key, x in settings.items() if stored.get(key) != x]
+    # another version may have other fields
+    different = [f'{key} was {stored[key]} and is now {x}' for key, x in settings.items() if stored.get(key, x) != x]
     if different:
         raise ValueError(f'{path} was made with other settings: {"; ".join(different)}. A new run needs another --output_dir.')
     return path
@@ -229,39 +268,70 @@ def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
-    """The trainer of a run, which knows where the run goes on; `None` if there is nothing to train."""
-    if not args.model:
-        raise ValueError(f'--model is missing; presets: {", ".join(PRESETS)}.')
-    config = make_config(args.model, args.config_overrides)
-    args.set_steps()
-    if args.dry_run:
-        print(describe(args, config))
-        return None
+def fields_of(config: PreTrainedConfig) -> dict:
+    """Fields of a config but for those that change no step of training."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    return {
+        f'config.{name}': x for name, x in fields.items()
+        if name not in ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
+    }
+
+
+def read_inputs(
+    args: PretrainingArguments,
+    config: PreTrainedConfig,
+) -> tuple[PreTrainedTokenizerBase, IterableDataset, dict]:
+    """Tokenizer, documents, and the settings of the run that have to stay the same when it goes on."""
     for name in ('data', 'tokenizer'):
         if not getattr(args, name):
             raise ValueError(f'--{name} is missing.')
     tokenizer = load_tokenizer(args.tokenizer, config.vocab_size)
     for name in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
         setattr(config, name, getattr(tokenizer, name))
-    seed = args.seed if args.data_seed is None else args.data_seed
     documents, fingerprint = load_documents(args.data, args.data_config, args.data_split, args.text_column)
-    settings = {
+    return tokenizer, documents, {
         'weights': digest([(name, list(x.shape)) for name, x in meta_model(config).state_dict().items()]),
         'data': fingerprint,
         'tokenizer': digest(sorted(tokenizer.get_vocab().items())),
-        'data_seed': seed,
+        'data_seed': args.seed if args.data_seed is None else args.data_seed,
+        'optim': str(args.optim.value),
         **{name: getattr(args, name) for name in ('seq_len', 'packing', 'shuffle_block', 'lanes', 'batch_tokens')},
+        **fields_of(config),
     }
+
+
+def agree(error: str | None, settings: dict | None) -> None:
+    """Raise on all processes what one of them has met, or that they have read different things."""
+    told = gather_object([(error, settings)])
+    for process, (error, _) in enumerate(told):
+        if error:
+            raise ValueError(error if len(told) == 1 else f'process {process}: {error}')
+    for process, (_, other) in enumerate(told):
+        if other != told[0][1]:
+            keys = ', '.join(key for key, x in other.items() if x != told[0][1].get(key))
+            raise ValueError(f'process {process} has another {keys} than process 0; all must see the same files.')
+
+
+def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
+    """The trainer of a run, which knows where the run goes on; `None` if there is nothing to train."""
+    if not args.model:
+        raise ValueError(f'--model is missing; presets: {", ".join(PRESETS)}.')
+    config = make_config(args.model, args.config_overrides)
+    args.set_steps()
     is_main = args.process_index == 0
-    if is_main:
-        try:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            tidy(Path(args.output_dir))
-        except OSError as error:
-            raise ValueError(f'--output_dir: {args.output_dir} cannot be written to: {error}') from None
+    if args.dry_run:
+        if is_main:
+            print(describe(args, config))
+        return None
+    tokenizer = documents = settings = owned = error = None
+    try:
+        tokenizer, documents, settings = read_inputs(args, config)
+        if is_main:
+            owned = own(Path(args.output_dir))
+    except ValueError as e:
+        error = str(e)
     # the others see the folder as the first has left it
-    args.distributed_state.wait_for_everyone()
+    agree(error, settings)
     checkpoint = find_checkpoint(args, settings)
     if is_main:
         for path in set(Path(args.output_dir).glob('checkpoint-*')) - set(checkpoints(args.output_dir)):
@@ -275,12 +345,13 @@ def prepare(args: PretrainingArguments) -> PretrainingTrainer | None:
     args.resume_from_checkpoint = None if checkpoint is None else str(checkpoint)
 
     lanes = [
-        Lane(documents, tokenizer, args.text_column, args.seq_len, args.shuffle_block, seed, index, args.lanes)
-        for index in range(args.process_index, args.lanes, args.world_size)
+        Lane(
+            documents, tokenizer, args.text_column, args.seq_len, args.shuffle_block, settings['data_seed'], index, args.lanes,
+        ) for index in range(args.process_index, args.lanes, args.world_size)
     ]
     batches = Batches(lanes, args.per_device_train_batch_size, args.packing, args.dataloader_num_workers)
     model = make_model(args, config)
-    return PretrainingTrainer(model, args, processing_class=tokenizer, batches=batches, settings=settings)
+    return PretrainingTrainer(model, args, processing_class=tokenizer, batches=batches, settings=settings, owned=owned)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -291,7 +362,10 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == ['export']:
             if len(argv) != 3:
                 raise ValueError('export takes a checkpoint and a new folder.')
-            export(*argv[1:])
+            try:
+                export(*argv[1:])
+            except OSError as error:
+                raise ValueError(f'export: {error}') from None
             return 0
         args, = HfArgumentParser(PretrainingArguments, description=__doc__).parse_args_into_dataclasses(argv)
         trainer = prepare(args)
@@ -316,7 +390,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         # before training it is that of all processes
         if is_main or trainer is not None:
-            print(f'pretrain.py: error: {error}', file=sys.stderr)
+            last = checkpoints(args.output_dir)[-1:] if trainer is not None else []
+            print(f'pretrain.py: error: {error}' + ''.join(f' The last checkpoint is {x}.' for x in last), file=sys.stderr)
         return 2
     return 0
 

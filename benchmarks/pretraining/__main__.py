@@ -175,9 +175,7 @@ def scale(
         estimate = costs(meta_model(make_config(model)), args.seq_len).memory(
             args.rows * args.seq_len, count, 'fsdp', False, args.batch_tokens > count * args.rows * args.seq_len) / GIB
         row = {'model': model, 'gpus': count, 'estimated_gib': estimate}
-        options = [
-            f'--max_steps={args.steps}', f'--warmup_steps={RATE_WARMUP}', '--train_tokens=1e9', '--save_strategy=no',
-        ]
+        options = [f'--max_steps={args.steps}', f'--warmup_steps={RATE_WARMUP}', '--save_strategy=no']
         try:
             row |= summarize(pretrain(model, args, data, folder / f'{model}-{count}', devices, options, say))
         except RuntimeError as error:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from datasets.distributed import split_dataset_by_node
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -53,7 +54,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(['<pad>', '<eos>', *alphabet])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token='<pad>', eos_token='<eos>')
+    # a text that has these words means no more by them
+    options = {'pad_token': '<pad>', 'eos_token': '<eos>', 'split_special_tokens': True}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -75,7 +78,7 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
 def find_files(data: str) -> list[str]:
     """Files of a path or a pattern, in order; none if `data` is not of this machine."""
     data = os.path.expanduser(data)
-    if has_magic(data):
+    if has_magic(data) and not Path(data).exists():
         paths = [Path(x) for x in glob(data, recursive=True)]
     elif Path(data).is_dir():
         paths = [x for x in Path(data).rglob('*') if reader_of(x) and '/.' not in f'/{x.relative_to(data)}']
@@ -98,20 +101,26 @@ def load_documents(data: str, config: str | None, split: str, text_column: str) 
             raise ValueError(f'--data: {data!r} must be files of one kind, one of {", ".join(READERS)}; found {files[:5]}.')
         reader, = readers
         options = {'sample_by': 'document'} if reader == 'text' else {}
-        load = {'path': reader, 'data_files': files, 'split': 'train', **options}
+        load = {'path': reader, 'data_files': [escape(x) for x in files], 'split': 'train', **options}
         fingerprint = [(Path(x).name, Path(x).stat().st_size) for x in files]
     else:
-        looks_local = has_magic(data) or data.startswith(('.', '/', '~')) or data.count('/') > 1 or reader_of(data)
+        looks_local = has_magic(data) or data.startswith(('.', '/', '~')) or data.endswith('/') or data.count('/') > 1
+        looks_local = looks_local or reader_of(data)
         if looks_local or Path(data).exists():
             raise ValueError(f'--data: no file with one of the endings {", ".join(READERS)} at {data!r}.')
         load = {'path': data, 'name': config, 'split': split}
         fingerprint = [data, config, split]
+    example = None
     try:
-        dataset = load_dataset(**load, streaming=True)
-        example = next(iter(dataset), None)
+        if load['path'] == 'parquet':
+            # the reader fails at one without rows
+            load['data_files'] = [escape(x) for x in files if parquet.read_metadata(x).num_rows]
+        if load.get('data_files') != []:
+            dataset = load_dataset(**load, streaming=True)
+            example = next(iter(dataset), None)
     except StopIteration:
         # from the JSON reader, of a file without a line
-        example = None
+        pass
     except Exception as error:
         # the libraries for formats and for the hub raise errors of many classes
         raise ValueError(f'--data: {data!r} could not be read: {type(error).__name__}: {error}') from error
@@ -119,6 +128,11 @@ def load_documents(data: str, config: str | None, split: str, text_column: str) 
         raise ValueError(f'--data: {data!r} has no documents.')
     if text_column not in example:
         raise ValueError(f'--text_column: {data!r} has no column {text_column!r}, it has {", ".join(example)}.')
+    if not isinstance(example[text_column], str | None):
+        raise ValueError(
+            f'--text_column: {text_column!r} of {data!r} must be text, its first value is of type '
+            f'{type(example[text_column]).__name__}.',
+        )
     fingerprint = json.dumps([fingerprint, dataset.num_shards, text_column])
     return dataset.select_columns([text_column]), hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
 
@@ -180,8 +194,7 @@ class Lane:
                             row, starts = [], []
                 start = {**start, 'document': 0}
             if is_empty:
-                raise ValueError(
-                    f'--data has no text for lane {self.index}: none at all, or fewer documents than lanes; lower --lanes.')
+                raise ValueError('no text for it: none at all, or fewer documents than lanes; lower --lanes.')
             start = {'epoch': epoch + 1, 'dataset': None, 'block': 0, 'document': 0, 'token': 0}
 
     def _blocks(self, epoch: int, start: dict) -> Iterator[tuple[int, dict | None, Documents]]:
@@ -233,7 +246,13 @@ class Rows(torch.utils.data.IterableDataset):
         rows = [(lane, iter(lane)) for lane in lanes]
         while True:
             for lane, iterator in rows:
-                input_ids, starts = next(iterator)
+                try:
+                    input_ids, starts = next(iterator)
+                except Exception as error:
+                    # from a worker, an exception would come as a traceback in a text
+                    cause = error if type(error) is ValueError else f'{type(error).__name__}: {error}'
+                    yield {'error': f'--data: lane {lane.index} cannot be read on: {cause}'}
+                    return
                 yield {'input_ids': input_ids, 'starts': starts, 'lane': lane.index, 'position': lane.position}
 
 
@@ -269,6 +288,9 @@ class Batches:
         stream = iter(loader)
         while True:
             rows = list(islice(stream, self.rows))
+            for row in rows:
+                if 'error' in row:
+                    raise ValueError(row['error'])
             self.positions |= {row['lane']: row['position'] for row in rows}
             yield collate([row['input_ids'] for row in rows], [row['starts'] for row in rows], self.packing)
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fla_kdn import KDNConfig
 from fla_kdn.models.kdn.presets import PRESETS as KDN_PRESETS
 from fla_kdn.models.kdn.presets import SIZES
-from fla_kdn.ops.kdn.kda_stages import CHUNK_SIZE
+from fla_kdn.ops.utils.chunk_layout import CHUNK_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,15 +48,26 @@ PRESETS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
 
 def make_config(model: str, overrides: dict | None = None) -> PreTrainedConfig:
     """The config of a preset, or of a file (or folder) with a config of any registered model; `overrides` are fields of it."""
-    overrides = overrides or {}
     if model in PRESETS:
         config_class, fields = PRESETS[model]
-        return config_class(**{**fields, **overrides})
-    if not Path(model).exists():
+        config = config_class(**fields)
+    elif Path(model).exists():
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ValueError(f'--model: {model!r} has no config that transformers can read: {error}') from None
+        config_class, fields = type(config), config.to_dict()
+    else:
         raise ValueError(f'--model: {model!r} is neither a file with a config nor a preset; presets: {", ".join(PRESETS)}.')
-    config = AutoConfig.from_pretrained(model)
-    # built again, for its checks to see the overrides
-    return type(config).from_dict({**config.to_dict(), **overrides})
+    if not overrides:
+        return config
+    if unknown := [name for name in overrides if not hasattr(config, name)]:
+        raise ValueError(f'--config_overrides: {config_class.__name__} has no {", ".join(unknown)}.')
+    try:
+        # built again, for its checks to see them
+        return config_class.from_dict({**fields, **overrides})
+    except TypeError as error:
+        raise ValueError(f'--config_overrides {overrides}: {error}') from None
 
 
 def token_budget(model: str) -> int | None:

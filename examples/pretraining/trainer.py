@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import re
@@ -42,6 +43,7 @@ from pretraining.shapes import GIB, costs, is_covered, meta_model, peak_flops
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
+    from typing import IO
 
     from torch import nn
     from transformers import PreTrainedModel
@@ -52,13 +54,15 @@ if TYPE_CHECKING:
 WEIGHTS, SCHEDULER, DATA, STATE = 'distcp', 'scheduler.pt', 'data.json', 'trainer_state.json'
 # before the name of a checkpoint that is being written, and of one that is being removed
 PARTIAL, DISCARDED = 'partial-', 'discarded-'
+# which the process that writes to the folder of a run has locked
+LOCK = '.lock'
 # seconds between attempts to save the end of a run
 RETRY_SECONDS = 60
 
 
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint has all it needs; `.metadata` is written when all processes have written their weights."""
-    return all((path / name).exists() for name in (f'{WEIGHTS}/.metadata', DATA, STATE))
+    return all((path / name).exists() for name in (f'{WEIGHTS}/.metadata', SCHEDULER, DATA, STATE))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -77,6 +81,29 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f'{DISCARDED}checkpoint-*'):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def own(folder: Path) -> IO:
+    """Make a folder that of this run, as long as the file that is returned is open, and tidy it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open('w')
+    except OSError as error:
+        raise ValueError(f'--output_dir: {folder} cannot be written to: {error}') from None
+    try:
+        # not flock, which data workers would hold as well
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise ValueError(f'--output_dir: {folder} is in use by another run; give this one its own.') from None
+    except OSError:
+        # a file system without locks
+        pass
+    try:
+        tidy(folder)
+    except OSError as error:
+        raise ValueError(f'--output_dir: {folder} cannot be written to: {error}') from None
+    return file
 
 
 def discard(path: Path) -> None:
@@ -139,8 +166,10 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
     Before an update with a gradient that is not finite the run stops, and keeps the batch.
     """
 
-    def __init__(self, *args, batches: Batches, settings: dict, **kwargs):
+    def __init__(self, *args, batches: Batches, settings: dict, owned: IO | None = None, **kwargs):
         super().__init__(*args, **kwargs)
+        # the lock of the output folder, on the main process
+        self.owned = owned
         if self.pop_callback(PrinterCallback):
             self.add_callback(ConsoleLog)
         self.batches = batches
@@ -151,6 +180,8 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
         self.peak_flops = 1e12 * self.args.peak_tflops if self.args.peak_tflops else peak_flops()
         # those of this step
         self.micro_batches = []
+        # of lanes that read more often than others
+        self.has_warned = False
         # time and step of the last log
         self.last_log = None
         # the one that is being written
@@ -212,6 +243,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
             start, first = self.last_log
             rate = (step - first) * self.args.batch_tokens / (now - start) / self.args.world_size
             logs['tokens'] = step * self.args.batch_tokens
+            logs['data_epoch'] = self._data_epoch()
             logs['tokens_per_second_per_gpu'] = rate
             if self.peak_flops and self.flops_per_token:
                 logs['mfu'] = rate * self.flops_per_token / self.peak_flops
@@ -222,6 +254,18 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
             logs |= self._health()
             self.last_log = time.perf_counter(), step
         super().log(logs, start_time)
+
+    def _data_epoch(self) -> int:
+        """How often a lane has read all its documents, at most."""
+        epochs = [place['epoch'] for places in gather_object([self.batches.positions]) for place in places.values()]
+        least, most = min(epochs), max(epochs)
+        if most > least + 1 and self.args.process_index == 0 and not self.has_warned:
+            self.has_warned = True
+            print(
+                f'--data: some lanes have read their documents {most} times, others {least}: files of very different sizes, '
+                'of which each lane has as many. Join small ones, or lower --lanes.', file=sys.stderr,
+            )
+        return most
 
     def _health(self) -> dict[str, float]:
         """Of one row of the last micro-batch."""

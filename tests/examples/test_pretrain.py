@@ -318,6 +318,11 @@ def losses(run: Path, step: int = STEPS) -> list[float]:
     return [entry['loss'] for entry in history(run, step)]
 
 
+def names(run: Path) -> list[str]:
+    """What lies in the folder of a run, but for its lock."""
+    return sorted(x.name for x in run.iterdir() if not x.name.startswith('.'))
+
+
 def test_exit_codes(folder):
     codes = json.loads((folder / 'codes.json').read_text())
     assert codes.pop('killed') == codes.pop('renamed') == [[-signal.SIGKILL], [0]]
@@ -381,7 +386,7 @@ def test_a_checkpoint_that_is_written_counts(folder):
     """The run was killed before it could give it its name."""
     assert f'going on from {folder / "renamed" / "checkpoint-4"}' in (folder / 'renamed.log').read_text()
     assert losses(folder / 'renamed') == losses(folder / 'one')
-    assert sorted(x.name for x in (folder / 'renamed').iterdir()) == ['checkpoint-2', 'checkpoint-4', 'checkpoint-6']
+    assert names(folder / 'renamed') == ['checkpoint-2', 'checkpoint-4', 'checkpoint-6']
 
 
 def test_rate_and_decay_are_the_commands(folder):
@@ -418,7 +423,7 @@ def test_tidy(folder, tmp_path):
 
 def test_how_often_to_save_is_the_commands(folder):
     """And not that of the checkpoint from which the run goes on."""
-    saved = sorted(x.name for x in (folder / 'other-steps').iterdir())
+    saved = names(folder / 'other-steps')
     assert saved == ['checkpoint-2', 'checkpoint-3', f'checkpoint-{STEPS}']
     assert losses(folder / 'other-steps') == losses(folder / 'one')
 
@@ -426,7 +431,7 @@ def test_how_often_to_save_is_the_commands(folder):
 def test_a_save_that_one_process_cannot_begin(folder):
     log = (folder / 'failed-once.log').read_text()
     assert log.count('checkpoint-2 could not be saved: RuntimeError: no memory for a copy\n') == 1
-    assert sorted(x.name for x in (folder / 'failed-once').iterdir()) == ['checkpoint-4', f'checkpoint-{STEPS}']
+    assert names(folder / 'failed-once') == ['checkpoint-4', f'checkpoint-{STEPS}']
     assert losses(folder / 'failed-once') == pytest.approx(losses(folder / 'one'), rel=1e-6)
 
 
@@ -440,7 +445,7 @@ def test_a_nan_stops_the_run(folder):
     log = (folder / 'nan.log').read_text()
     assert log.count('pretrain.py: error: step 4: the norm of the gradient is nan') == 1
     assert f'is in {folder / "nan" / "nonfinite-4"}; the last checkpoint is {folder / "nan" / "checkpoint-2"}' in log
-    assert sorted(x.name for x in (folder / 'nan').iterdir()) == ['checkpoint-2', 'nonfinite-4']
+    assert names(folder / 'nan') == ['checkpoint-2', 'nonfinite-4']
     kept = [torch.load(folder / 'nan' / 'nonfinite-4' / f'process-{i}.pt')['micro_batches'] for i in range(2)]
     assert [[bool(x['loss'].isnan()) for x in part] for part in kept] == [[False, False], [True, True]]
     assert all(x['inputs']['input_ids'].shape == (1, 256) for part in kept for x in part)
@@ -454,7 +459,7 @@ def test_a_full_disk_loses_nothing(folder):
     assert 'Training goes on, to the next save.' in log and 'The next attempt is in 0 seconds.' in log
     assert log.count('could not be saved: OSError: [Errno 27] File too large') == 2
     assert log.count(f'Make room in {folder / "full"}') == 2
-    assert sorted(x.name for x in (folder / 'full').iterdir()) == ['checkpoint-4', f'checkpoint-{STEPS}']
+    assert names(folder / 'full') == ['checkpoint-4', f'checkpoint-{STEPS}']
     assert losses(folder / 'full') == losses(folder / 'one')
 
 

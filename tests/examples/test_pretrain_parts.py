@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -384,7 +385,8 @@ def test_rate(monkeypatch):
     trainer = object.__new__(PretrainingTrainer)
     trainer.__dict__ |= {
         '_finish_save': lambda wait=True: None, '_begin_save': lambda positions: None, 'store_flos': lambda: None,
-        '_health': dict, 'batches': SimpleNamespace(positions={}), 'peak_flops': 1000., 'flops_per_token': 2.,
+        '_health': dict, '_data_epoch': lambda: 0, 'batches': SimpleNamespace(positions={}), 'peak_flops': 1000.,
+            'flops_per_token': 2.,
         'last_log': (5., 0), 'state': SimpleNamespace(global_step=10, max_steps=20, epoch=0.),
         'args': SimpleNamespace(batch_tokens=100, world_size=2, device=torch.device('cpu')),
     }
@@ -424,10 +426,12 @@ def run(folder: Path, *flags: str, **options: str) -> int:
 @pytest.mark.parametrize('options,message', [
     ({'data': '/no/such/file.jsonl'}, "--data: no file with one of the endings .parquet, .jsonl"),
     ({'data': './*.parquet'}, "--data: no file with one of the endings"),
-    ({'data': 'EMPTY'}, '--data has no text for lane 0: none at all, or fewer documents than lanes; lower --lanes.'),
+    ({'data': 'EMPTY'}, '--data: lane 0 cannot be read on: no text for it: none at all, or fewer documents than lanes; lower'),
     ({'data': 'NOTHING'}, 'has no documents.'),
-    ({'data': 'BLANK'}, '--data has no text for lane 0'),
-    ({'data': 'FEW'}, '--data has no text for lane 2'),
+    ({'data': 'BLANK'}, '--data: lane 0 cannot be read on: no text for it'),
+    ({'data': 'FEW'}, '--data: lane 2 cannot be read on: no text for it'),
+    ({'data': 'LISTS'}, "must be text, its first value is of type list"),
+    ({'data': 'nothing/'}, "--data: no file with one of the endings .parquet, .jsonl"),
     ({'data': 'BROKEN'}, 'could not be read'),
     ({'data': 'OTHER'}, "--data: '"),
     ({'data': 'GOOD', 'text_column': 'body'}, "has no column 'body', it has text"),
@@ -436,6 +440,23 @@ def run(folder: Path, *flags: str, **options: str) -> int:
     ({'data': 'GOOD', 'batch_tokens': '250'}, '--batch_tokens 250 is not a number of rows of --seq_len 64 for each of 1 pro'),
     ({'data': 'GOOD', 'per_device_train_batch_size': '3'}, '--per_device_train_batch_size 3 does not divide the 4 rows'),
     ({'data': 'GOOD', 'dataloader_num_workers': '3'}, '4 lanes, the common part of --lanes and the 4 rows of a step, cannot'),
+    *(
+        ({'data': 'GOOD', name: value}, f'--{name} {value} must be ')
+        for name, value in (
+            ('seq_len', '0'), ('batch_tokens', '-256'), ('per_device_train_batch_size', '-1'), ('lanes', '0'),
+            ('shuffle_block', '0'), ('dataloader_num_workers', '-1'), ('save_total_limit', '-1'), ('data_seed', '-3'),
+            ('train_tokens', 'nan'), ('tokens_per_second', '-3'), ('peak_tflops', 'inf'), ('save_steps', '0'),
+            ('max_steps', '0'),
+        )
+    ),
+    ({'data': 'GOOD', 'train_tokens': '1000'}, '--max_steps and --train_tokens both say how long'),
+    ({'data': 'GOOD', 'gradient_accumulation_steps': '7'}, '--gradient_accumulation_steps follows from --batch_tokens'),
+    ({'data': 'GOOD', 'num_train_epochs': '1'}, '--num_train_epochs follows from --train_tokens'),
+    ({'data': 'GOOD', 'config_overrides': '{bad'}, "--config_overrides '{bad' is no JSON"),
+    ({'data': 'GOOD', 'lr_scheduler_kwargs': '[1]'}, "--lr_scheduler_kwargs [1] must be fields with their values"),
+    ({'data': 'GOOD', 'config_overrides': '{"info_scal": 1}'}, '--config_overrides: KDNConfig has no info_scal.'),
+    ({'data': 'GOOD', 'config_overrides': '{"info_scale": "x"}'}, "--config_overrides {'info_scale': 'x'}: '<' not supported"),
+    ({'data': 'GOOD', 'model': __file__}, f"--model: {__file__!r} has no config that transformers can read: "),
     ({'data': 'GOOD', 'max_steps': '-1'}, '--train_tokens: say how many tokens'),
     ({'data': 'GOOD', 'max_steps': '-1', 'train_tokens': '100'}, '--train_tokens 100 is less than one step'),
     ({'data': 'GOOD', 'model': 'kdn-2b'}, "--model: 'kdn-2b' is neither a file with a config nor a preset; presets: kdn-tiny"),
@@ -453,6 +474,7 @@ def test_bad_input(options, message, tmp_path, capsys):
         'FEW': ('few.jsonl', '{"text": "a"}\n{"text": "b"}'),
         'BLANK': ('blank.jsonl', '{"text": ""}\n{"text": null}'),
         'BROKEN': ('broken.parquet', 'no parquet'),
+        'LISTS': ('lists.jsonl', '{"text": ["a", "b"]}'),
         'OTHER': ('other.csv', 'text\nx'),
         'GOOD': ('good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8))),
     }
@@ -462,6 +484,19 @@ def test_bad_input(options, message, tmp_path, capsys):
     assert run(tmp_path, **options) == 2
     error = capsys.readouterr().err
     assert 'pretrain.py: error: ' in error and message in error
+
+
+@pytest.mark.parametrize('workers', ['0', '1'])
+def test_a_broken_line_far_into_the_data(tmp_path, capsys, workers):
+    (tmp_path / 'data').mkdir()
+    write(tmp_path / 'data' / '0.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    write(tmp_path / 'data' / '1.jsonl', '{"text": "a"}\n{"text": ')
+    # a seed with which the good file comes first
+    options = {'lanes': '1', 'data_seed': '1', 'shuffle_block': '8', 'max_steps': '9', 'save_steps': '1'}
+    assert run(tmp_path, data=str(tmp_path / 'data'), dataloader_num_workers=workers, **options) == 2
+    error = capsys.readouterr().err
+    assert '--data: lane 0 cannot be read on: ' in error and 'JSON parse error' in error
+    assert f'The last checkpoint is {tmp_path / "run" / "checkpoint-"}' in error
 
 
 def test_interrupted(tmp_path, capsys, monkeypatch):
@@ -478,11 +513,88 @@ def test_other_settings_do_not_go_on(tmp_path, capsys):
     """And the same ones, on a run that is at its end, have nothing to do."""
     data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
     assert run(tmp_path, data=data) == 0
-    for options, message in (({'seq_len': '32'}, 'seq_len was 64 and is now 32'), ({'model': 'kda-tiny'}, 'weights was ')):
+    for options, message in (
+        ({'seq_len': '32'}, 'seq_len was 64 and is now 32'),
+        ({'model': 'kda-tiny'}, 'weights was '),
+        ({'optim': 'adafactor'}, 'optim was adamw_torch_fused and is now adafactor'),
+        # models of the same weights
+        ({'config_overrides': '{"info_scale": 0.5}'}, 'config.info_scale was None and is now 0.5'),
+    ):
         assert run(tmp_path, data=data, **options) == 2
         assert f'checkpoint-1 was made with other settings: {message}' in capsys.readouterr().err
     assert run(tmp_path, data=data) == 0
     assert 'checkpoint-1 is the end of this run' in capsys.readouterr().out
+
+
+def test_fields_that_were_overridden_are_to_stay_so(tmp_path, capsys):
+    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    assert run(tmp_path, data=data, config_overrides='{"norm_eps": 0.5}') == 0
+    assert run(tmp_path, data=data) == 2
+    assert 'config.norm_eps was 0.5 and is now 1e-06' in capsys.readouterr().err
+
+
+def test_a_folder_is_of_one_run(tmp_path, capsys):
+    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    code = (
+        'import sys; from pathlib import Path; from pretraining.trainer import own; '
+        'file = own(Path(sys.argv[1])); print(flush=True); input()'
+    )
+    command = [sys.executable, '-c', code, str(tmp_path / 'run')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(pretrain.__file__).parent) as other:
+        other.stdout.readline()
+        assert run(tmp_path, data=data) == 2
+        assert f'--output_dir: {tmp_path / "run"} is in use by another run' in capsys.readouterr().err
+        other.kill()
+    assert run(tmp_path, data=data) == 0
+
+
+def test_processes_that_see_other_things(monkeypatch):
+    settings = {'data': 'a', 'seq_len': 64}
+    told = {
+        'process 1: no file': [(None, settings), ('no file', None)],
+        'process 1 has another data than process 0': [(None, settings), (None, {**settings, 'data': 'b'})],
+    }
+    for message, parts in told.items():
+        monkeypatch.setattr(pretrain, 'gather_object', lambda _, parts=parts: parts)
+        with pytest.raises(ValueError, match=message):
+            pretrain.agree(*parts[0])
+    monkeypatch.setattr(pretrain, 'gather_object', lambda x: 2 * x)
+    pretrain.agree(None, settings)
+
+
+def test_lanes_that_read_more_often_than_others(capsys):
+    trainer = object.__new__(PretrainingTrainer)
+    trainer.__dict__ |= {'has_warned': False, 'args': SimpleNamespace(process_index=0)}
+    for epochs, most, warned in (([2, 3], 3, False), ([2, 4], 4, True), ([2, 5], 5, False)):
+        trainer.batches = SimpleNamespace(positions={i: {'epoch': epoch} for i, epoch in enumerate(epochs)})
+        assert trainer._data_epoch() == most
+        assert ('some lanes have read their documents 4 times, others 2' in capsys.readouterr().err) == warned
+
+
+def test_words_that_name_tokens_are_text():
+    ids = byte_tokenizer()('a<eos>b<pad>', add_special_tokens=False)['input_ids']
+    assert len(ids) == 12 and min(ids) > 1
+
+
+@pytest.mark.parametrize('name', ['a[1].jsonl', '[x]/a.jsonl'])
+def test_names_that_look_like_patterns(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"text": "a"}')
+    for data in (path, path.parent):
+        documents, _ = load_documents(str(data), None, 'train', 'text')
+        assert list(documents) == [{'text': 'a'}]
+
+
+def test_parquet_without_rows(tmp_path):
+    """As Spark writes it."""
+    for name, texts in (('0', []), ('1', ['a'])):
+        parquet.write_table(pyarrow.table({'text': pyarrow.array(texts, pyarrow.string())}), tmp_path / f'{name}.parquet')
+    documents, _ = load_documents(str(tmp_path), None, 'train', 'text')
+    assert list(documents) == [{'text': 'a'}]
+    (tmp_path / '1.parquet').unlink()
+    with pytest.raises(ValueError, match='has no documents'):
+        load_documents(str(tmp_path), None, 'train', 'text')
 
 
 def test_bad_exports(tmp_path, capsys):
