@@ -44,7 +44,7 @@ relative to their norm:
 Token by token, the write strength of a head has a correlation with its beta of 0.92 or more.
 
 The decay is KDA's with the floor of KDN's default, `safe_gate=True`: alpha is not below e^-5. This moves the logits of the
-model trained on text, where 3% of the decays are below, by 0.0007; `safe_gate=False` has no floor.
+model trained on text, where 3% of the decays are below, by 0.0007; `convert_kda(..., safe_gate=False)` has none.
 """
 
 from __future__ import annotations
