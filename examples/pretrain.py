@@ -294,7 +294,7 @@ def read_inputs(
         'data': fingerprint,
         'tokenizer': digest(sorted(tokenizer.get_vocab().items())),
         'data_seed': args.seed if args.data_seed is None else args.data_seed,
-        'optim': str(args.optim.value),
+        'optim': args.optim.value,
         **{name: getattr(args, name) for name in ('seq_len', 'packing', 'shuffle_block', 'lanes', 'batch_tokens')},
         **fields_of(config),
     }

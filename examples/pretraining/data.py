@@ -54,9 +54,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(['<pad>', '<eos>', *alphabet])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    # a text that has these words means no more by them
-    options = {'pad_token': '<pad>', 'eos_token': '<eos>', 'split_special_tokens': True}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    # a text that has the names of tokens means no more by them
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token='<pad>', eos_token='<eos>', split_special_tokens=True)
 
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -101,20 +101,19 @@ def load_documents(data: str, config: str | None, split: str, text_column: str) 
             raise ValueError(f'--data: {data!r} must be files of one kind, one of {", ".join(READERS)}; found {files[:5]}.')
         reader, = readers
         options = {'sample_by': 'document'} if reader == 'text' else {}
-        load = {'path': reader, 'data_files': [escape(x) for x in files], 'split': 'train', **options}
+        load = {'path': reader, 'split': 'train', **options}
         fingerprint = [(Path(x).name, Path(x).stat().st_size) for x in files]
     else:
-        looks_local = has_magic(data) or data.startswith(('.', '/', '~')) or data.endswith('/') or data.count('/') > 1
-        looks_local = looks_local or reader_of(data)
-        if looks_local or Path(data).exists():
+        is_path = data.startswith(('.', '/', '~')) or data.endswith('/') or data.count('/') > 1
+        if is_path or has_magic(data) or reader_of(data) or Path(data).exists():
             raise ValueError(f'--data: no file with one of the endings {", ".join(READERS)} at {data!r}.')
         load = {'path': data, 'name': config, 'split': split}
         fingerprint = [data, config, split]
     example = None
     try:
-        if load['path'] == 'parquet':
-            # the reader fails at one without rows
-            load['data_files'] = [escape(x) for x in files if parquet.read_metadata(x).num_rows]
+        if files:
+            # the reader of parquet fails at a file without rows
+            load['data_files'] = [escape(x) for x in files if reader != 'parquet' or parquet.read_metadata(x).num_rows]
         if load.get('data_files') != []:
             dataset = load_dataset(**load, streaming=True)
             example = next(iter(dataset), None)

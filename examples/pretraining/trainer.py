@@ -88,18 +88,14 @@ def own(folder: Path) -> IO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open('w')
-    except OSError as error:
-        raise ValueError(f'--output_dir: {folder} cannot be written to: {error}') from None
-    try:
-        # not flock, which data workers would hold as well
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        raise ValueError(f'--output_dir: {folder} is in use by another run; give this one its own.') from None
-    except OSError:
-        # a file system without locks
-        pass
-    try:
+        try:
+            # not flock, which data workers would hold as well
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(f'--output_dir: {folder} is in use by another run; give this one its own.') from None
+        except OSError:
+            # a file system without locks
+            pass
         tidy(folder)
     except OSError as error:
         raise ValueError(f'--output_dir: {folder} cannot be written to: {error}') from None
@@ -257,7 +253,7 @@ class PretrainingTrainer(DecayByNameMixin, Trainer):
 
     def _data_epoch(self) -> int:
         """How often a lane has read all its documents, at most."""
-        epochs = [place['epoch'] for places in gather_object([self.batches.positions]) for place in places.values()]
+        epochs = gather_object([position['epoch'] for position in self.batches.positions.values()])
         least, most = min(epochs), max(epochs)
         if most > least + 1 and self.args.process_index == 0 and not self.has_warned:
             self.has_warned = True

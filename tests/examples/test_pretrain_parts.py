@@ -409,6 +409,9 @@ def test_rate(monkeypatch):
 
 # ---- bad input
 
+# eight documents
+GOOD = '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8))
+
 
 def write(path: Path, text: str) -> str:
     path.write_text(text)
@@ -476,7 +479,7 @@ def test_bad_input(options, message, tmp_path, capsys):
         'BROKEN': ('broken.parquet', 'no parquet'),
         'LISTS': ('lists.jsonl', '{"text": ["a", "b"]}'),
         'OTHER': ('other.csv', 'text\nx'),
-        'GOOD': ('good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8))),
+        'GOOD': ('good.jsonl', GOOD),
     }
     if options.get('data') in files:
         name, text = files[options['data']]
@@ -489,7 +492,7 @@ def test_bad_input(options, message, tmp_path, capsys):
 @pytest.mark.parametrize('workers', ['0', '1'])
 def test_a_broken_line_far_into_the_data(tmp_path, capsys, workers):
     (tmp_path / 'data').mkdir()
-    write(tmp_path / 'data' / '0.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    write(tmp_path / 'data' / '0.jsonl', GOOD)
     write(tmp_path / 'data' / '1.jsonl', '{"text": "a"}\n{"text": ')
     # a seed with which the good file comes first
     options = {'lanes': '1', 'data_seed': '1', 'shuffle_block': '8', 'max_steps': '9', 'save_steps': '1'}
@@ -504,14 +507,14 @@ def test_interrupted(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pretrain.PretrainingTrainer, 'training_step', interrupt)
-    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    data = write(tmp_path / 'good.jsonl', GOOD)
     assert run(tmp_path, data=data) == 130
     assert capsys.readouterr().err.endswith('pretrain.py: interrupted; the same command goes on from the last checkpoint\n')
 
 
 def test_other_settings_do_not_go_on(tmp_path, capsys):
     """And the same ones, on a run that is at its end, have nothing to do."""
-    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    data = write(tmp_path / 'good.jsonl', GOOD)
     assert run(tmp_path, data=data) == 0
     for options, message in (
         ({'seq_len': '32'}, 'seq_len was 64 and is now 32'),
@@ -527,14 +530,14 @@ def test_other_settings_do_not_go_on(tmp_path, capsys):
 
 
 def test_fields_that_were_overridden_are_to_stay_so(tmp_path, capsys):
-    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    data = write(tmp_path / 'good.jsonl', GOOD)
     assert run(tmp_path, data=data, config_overrides='{"norm_eps": 0.5}') == 0
     assert run(tmp_path, data=data) == 2
     assert 'config.norm_eps was 0.5 and is now 1e-06' in capsys.readouterr().err
 
 
 def test_a_folder_is_of_one_run(tmp_path, capsys):
-    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    data = write(tmp_path / 'good.jsonl', GOOD)
     code = (
         'import sys; from pathlib import Path; from pretraining.trainer import own; '
         'file = own(Path(sys.argv[1])); print(flush=True); input()'
@@ -608,7 +611,7 @@ def test_documents_need_a_model_that_tells_them_apart(tmp_path, capsys):
     LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=264,
     ).save_pretrained(tmp_path / 'llama')
-    data = write(tmp_path / 'good.jsonl', '\n'.join(json.dumps({'text': 'abc ' * 40}) for _ in range(8)))
+    data = write(tmp_path / 'good.jsonl', GOOD)
     assert run(tmp_path, data=data, model=str(tmp_path / 'llama')) == 2
     assert 'which LlamaForCausalLM does not know; use --packing concatenated' in capsys.readouterr().err
     # takes cu_seqlens, and passes over them
